@@ -1,4 +1,4 @@
-"""Hugging Face Accelerate with COARSE: models it prepares have their gradients averaged by memory devices.
+"""Hugging Face Accelerate with COARSE: memory devices average the gradients of prepared models.
 
 Example:
     >>> from coarse.accelerate import Accelerator  # was: from accelerate import Accelerator
@@ -25,18 +25,18 @@ _DATA_PARALLEL = (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
-    """As accelerate's, where several workers train: takes its arguments, and makes the same process group.
+    """Replaces accelerate.Accelerator for several workers: same arguments, same process group.
 
-    A process without a launcher, FSDP, DeepSpeed and Megatron take accelerate's own ways.
+    A process without a launcher, FSDP, DeepSpeed and Megatron use accelerate's own implementation.
 
     Args:
-        offload_optimizer: Whether optimizers run in the memory devices, as coarse.torch.DistributedOptimizer has
-            them; or what else that is to be given, such as {"max_grad_norm": 1.0}, or {"overlap": True} where
-            nothing clips gradients. prepare() is given the model before its optimizer then. A process without a
-            launcher has no memory devices, and treats gradients by the same options.
+        offload_optimizer: Whether optimizers run in the memory devices, through coarse.torch.DistributedOptimizer.
+            A dictionary has further arguments for it, such as {"max_grad_norm": 1.0}, or {"overlap": True} if
+            gradients are not clipped. Pass a model to prepare() before its optimizer. A process without a launcher
+            has no memory devices, and applies the same options to gradients.
 
     Raises:
-        ValueError: If offload_optimizer is to go with one of those ways.
+        ValueError: If offload_optimizer is combined with FSDP, DeepSpeed or Megatron.
     """
 
     def __init__(
@@ -62,8 +62,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     ) -> torch.nn.Module:
         """Places the model as accelerate does, and wraps it in coarse.torch.DistributedDataParallel.
 
-        A DistributedDataParallelKwargs handler's arguments and its communication hook go to the wrapper. With
-        torch.compile, what is wrapped is the compiled module.
+        The wrapper gets the arguments and the communication hook of a DistributedDataParallelKwargs handler. With
+        torch.compile, it wraps the compiled module.
         """
         is_prepared = getattr(model, "_is_accelerate_prepared", False)
         parallelism = getattr(self, "parallelism_config", None)
@@ -82,13 +82,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             handler.register_comm_hook(wrapped)
         del placed._is_accelerate_prepared  # it may be prepared again once it is unwrapped
         wrapped._is_accelerate_prepared = True
-        # accelerate knows models as they were: what it saves has no wrapper.
+        # accelerate stores the unwrapped models, so its saved files have no wrapper.
         return self._offloading.add_model(wrapped)
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> torch.optim.Optimizer:
-        """As accelerate's; with offload_optimizer it runs in the memory devices, where there are any.
+        """As accelerate's; with offload_optimizer, the optimizer runs in the memory devices, if any.
 
         Raises:
             ValueError: If no prepared model has its parameters, or DistributedOptimizer refuses it.
@@ -123,19 +123,19 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         super().clip_grad_value_(parameters, clip_value)
 
     def _view_of_gradients(self, handler: DistributedDataParallelKwargs) -> dict[str, bool]:
-        """Arguments that to_kwargs() leaves out where they are accelerate's defaults, which are not COARSE's."""
+        """Arguments that to_kwargs() omits because they equal accelerate's defaults, which differ from COARSE's."""
         return {"gradient_as_bucket_view": handler.gradient_as_bucket_view}
 
     @contextlib.contextmanager
     def join_uneven_inputs(
         self, joinables: Sequence[Joinable], even_batches: bool | None = None
     ) -> Iterator[None]:
-        """As accelerate's, and for workers on processors too: those that run out of batches wait for the others.
+        """As accelerate's, also for workers on CPUs: workers without batches wait for the others.
 
         Args:
             joinables: Prepared models.
             even_batches: Whether map-style loaders repeat samples meanwhile, so that all have equally many batches;
-                None leaves that as it is.
+                None keeps the current setting.
         """
         if self.distributed_type != DistributedType.MULTI_CPU:
             with super().join_uneven_inputs(joinables, even_batches):

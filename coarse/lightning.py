@@ -3,7 +3,7 @@
 Example:
     >>> import coarse.lightning
     >>> trainer = lightning.Trainer(strategy="coarse", accelerator="cpu", devices=2)  # was: strategy="ddp"
-    >>> trainer = lightning.Trainer(strategy="coarse_offload", ...)  # and the optimizer runs in the memory devices
+    >>> trainer = lightning.Trainer(strategy="coarse_offload", ...)  # with the optimizer in the memory devices
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ NAME = "coarse"
 
 
 class CoarseStrategy(strategies.DDPStrategy):  # type: ignore[misc]
-    """As DDPStrategy, and takes its arguments; gradients are averaged by memory devices.
+    """Replaces DDPStrategy, with the same arguments; memory devices average gradients.
 
-    Processes are started and told their ranks as under "ddp": by Lightning, torchrun, `coarse run` or Slurm.
+    As under "ddp", Lightning, torchrun, `coarse run` or Slurm starts the processes and assigns their ranks.
 
     Communication hooks are those of DistributedDataParallel.register_comm_hook().
 
     Args:
-        offload_optimizer: Whether what configure_optimizers() returns, one optimizer or several, runs in the memory
-            devices, as coarse.torch.DistributedOptimizer has it; or what else that is to be given, such as
-            {"max_grad_norm": 1.0}, or {"overlap": True} where Lightning clips no gradients.
+        offload_optimizer: Whether the optimizers from configure_optimizers() run in the memory devices, through
+            coarse.torch.DistributedOptimizer. A dictionary has further arguments for it, such as
+            {"max_grad_norm": 1.0}, or {"overlap": True} if Lightning clips no gradients.
 
     Raises:
-        ValueError: By fit(), if gradients are to be clipped that overlap=True leaves nothing of.
+        ValueError: By fit(), if gradients are to be clipped, but overlap=True leaves no gradients.
     """
 
     strategy_name = NAME
@@ -45,7 +45,7 @@ class CoarseStrategy(strategies.DDPStrategy):  # type: ignore[misc]
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Makes strategy="coarse" known to Trainer, and what else _register() names."""
+        """Registers strategy="coarse", and the other names in _register(), for Trainer."""
         _register(strategy_registry, cls)
 
     def setup_optimizers(self, trainer: Any) -> None:
@@ -60,7 +60,7 @@ class CoarseStrategy(strategies.DDPStrategy):  # type: ignore[misc]
         self._watch_clipping()
 
     def _watch_clipping(self) -> None:
-        """Has LightningModule.clip_gradients() raise as well: modules may call it whatever the trainer is told."""
+        """Makes LightningModule.clip_gradients() raise as well: modules may call it despite the trainer's options."""
         plugin = self.precision_plugin
         clip = type(plugin).clip_gradients
 
@@ -78,17 +78,17 @@ class CoarseStrategy(strategies.DDPStrategy):  # type: ignore[misc]
         )
 
     def _register_ddp_hooks(self) -> None:
-        if self._ddp_comm_hook is not None:  # Lightning registers them on GPUs alone
+        if self._ddp_comm_hook is not None:  # Lightning registers them only on GPUs
             wrapper = self._ddp_comm_wrapper
             hook = self._ddp_comm_hook if wrapper is None else wrapper(self._ddp_comm_hook)
             self.model.register_comm_hook(self._ddp_comm_state, hook)
 
 
 class CoarseFabricStrategy(fabric.DDPStrategy):  # type: ignore[misc]
-    """The same for Fabric: as its DDPStrategy, and takes its arguments.
+    """Replaces Fabric's DDPStrategy, with the same arguments.
 
     Args:
-        offload_optimizer: As for CoarseStrategy. A model is set up before its optimizer, or with it.
+        offload_optimizer: As for CoarseStrategy. Set up a model before its optimizer, or together with it.
     """
 
     def __init__(self, *, offload_optimizer: bool | Mapping[str, Any] = False, **arguments: Any) -> None:
@@ -97,7 +97,7 @@ class CoarseFabricStrategy(fabric.DDPStrategy):  # type: ignore[misc]
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Makes strategy="coarse" known to Fabric, and what else _register() names."""
+        """Registers strategy="coarse", and the other names in _register(), for Fabric."""
         _register(strategy_registry, cls)
 
     def setup_module(self, module: torch.nn.Module) -> DistributedDataParallel:
@@ -127,7 +127,7 @@ class CoarseFabricStrategy(fabric.DDPStrategy):  # type: ignore[misc]
 
 
 def _register(registry: Any, strategy: type) -> None:
-    """Under the names that Lightning has of "ddp", and as "coarse_offload"."""
+    """Registers a strategy under the counterparts of Lightning's "ddp" names, and as "coarse_offload"."""
     averaged = "Gradients are averaged by memory devices"
     for suffix, description, options in (
         ("", averaged, {}),

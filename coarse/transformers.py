@@ -1,4 +1,4 @@
-"""transformers.Trainer with COARSE: gradients of the model it trains are averaged by memory devices.
+"""transformers.Trainer with COARSE: memory devices average the gradients of the model.
 
 Example:
     >>> from coarse.transformers import Trainer  # was: from transformers import Trainer
@@ -20,14 +20,15 @@ from coarse.accelerate import Accelerator
 
 
 class Trainer(transformers.Trainer):  # type: ignore[misc]
-    """As transformers' Trainer, whose accelerator is coarse.accelerate's.
+    """transformers' Trainer with the accelerator of coarse.accelerate.
 
     Args:
-        offload_optimizer: As coarse.accelerate.Accelerator has it. `optim` of the TrainingArguments then is one that
-            memory devices know, such as "adamw_torch". {"overlap": True} needs max_grad_norm=0 there.
+        offload_optimizer: As for coarse.accelerate.Accelerator. `optim` of the TrainingArguments must then be an
+            optimizer that memory devices can run, such as "adamw_torch". {"overlap": True} needs max_grad_norm=0
+            there.
 
     Raises:
-        ValueError: If gradients are to be clipped that overlap=True leaves nothing of.
+        ValueError: If gradients are to be clipped, but overlap=True leaves no gradients.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     def create_accelerator_and_postprocess(self) -> None:
         """Called by the constructor; not meant for users."""
         super().create_accelerator_and_postprocess()
-        self.accelerator.__class__ = _TrainersAccelerator  # transformers names the class it makes
+        self.accelerator.__class__ = _TrainersAccelerator  # transformers hard-codes the class
         self.accelerator._offload_by(self._offload_optimizer)
         if (self.args.max_grad_norm or 0) > 0:
             self.accelerator._offloading.check_clipping_option(
@@ -49,13 +50,13 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
 class _TrainersAccelerator(Accelerator):
     def _view_of_gradients(self, handler: DistributedDataParallelKwargs) -> dict[str, bool]:
-        """transformers has no setting for it, and nobody else sees the gradients of its loop."""
+        """Always uses views: transformers has no setting for it, and only its own loop reads the gradients."""
         return {"gradient_as_bucket_view": True}
 
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
     ) -> torch.Tensor | None:
-        """As Accelerator's; None where transformers asks for the norm alone, to log it, and there is none."""
+        """As Accelerator's; None if transformers only needs the norm for its log and no gradients exist."""
         parameters = list(parameters)
         if math.isinf(max_norm) and self._offloading.overlaps(parameters):
             return None

@@ -1,4 +1,4 @@
-"""Checkpoints: training state in folders of safetensors files that a manifest vouches for.
+"""Checkpoints: training state in folders of safetensors files with a manifest that verifies them.
 
-Knows no framework, so that memory devices can write them; `coarse.torch.checkpoint` is what a training loop uses.
+Independent of frameworks, so that memory devices can write them; training loops use `coarse.torch.checkpoint`.
 """

@@ -1,4 +1,4 @@
-"""All checkpoints of a job: which there are, the newest that is whole, which to keep."""
+"""All checkpoints of a job: the list, the newest complete one, and those to keep."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _LONGEST_HINT_BYTES = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listed:
-    """One checkpoint as it stands in its folder.
+    """One checkpoint in its folder.
 
     Args:
-        name: Its name.
-        manifest: What it consists of; None if it is not whole.
-        reason: Why it is not whole; "" if it is, as far as sizes and headers tell.
-        is_pinned: Whether it is kept whatever its age.
+        name: Name of the checkpoint.
+        manifest: Its manifest; None if the checkpoint is not complete.
+        reason: Why it is not complete; "" if it is, according to sizes and headers.
+        is_pinned: Whether it is kept regardless of its age.
     """
 
     name: CheckpointName
@@ -36,20 +36,20 @@ class Listed:
 
 
 def names_of(parent: Folder) -> list[CheckpointName]:
-    """All finished checkpoints, oldest first, whether they are whole or not."""
+    """All finished checkpoints, oldest first, complete or not."""
     parsed = (CheckpointName.parse(name) for name in parent.names())
     return sorted(name for name in parsed if name is not None)
 
 
 def unfinished_in(parent: Folder) -> list[str]:
-    """Folders of saves that were killed, or are under way."""
+    """Folders of saves that were killed or are in progress."""
     return sorted(
         name for name in parent.names() if name.startswith("step-") and name.endswith(TEMPORARY_SUFFIX)
     )
 
 
 def list_checkpoints(parent: Folder) -> list[Listed]:
-    """All finished checkpoints, oldest first; contents are not read.
+    """All finished checkpoints, oldest first; does not read their contents.
 
     Raises:
         OSError: If the disk cannot read the folder.
@@ -58,13 +58,13 @@ def list_checkpoints(parent: Folder) -> list[Listed]:
 
 
 def find_newest(parent: Folder, progress: Progress = lambda done, total: None) -> Checkpoint | None:
-    """Opens the newest checkpoint of which every byte is right; None if the folder never had any.
+    """Opens the newest checkpoint whose every byte is correct; None if the folder never had a checkpoint.
 
-    Goes by what is there: the hint `latest` only tells what has been lost. What is skipped is logged with the reason.
+    Uses the checkpoints that exist: the hint `latest` only reveals lost ones. Logs skipped checkpoints with reasons.
 
     Raises:
-        CheckpointError: If there are checkpoints, but none is whole: names each with what is wrong. Training must not
-            start from scratch where it was to go on.
+        CheckpointError: If checkpoints exist, but none is complete: names each with its fault. Training that was to
+            continue must not start from scratch.
     """
     reasons: list[str] = []
     for name in reversed(names_of(parent)):
@@ -97,10 +97,10 @@ def open_verified(
     *,
     digests: bool = False,
 ) -> Checkpoint:
-    """Opens a checkpoint of which every byte is right, by Checkpoint.verify().
+    """Opens a checkpoint and checks every byte with Checkpoint.verify().
 
     Raises:
-        CheckpointError, OSError: As open_checkpoint() and Checkpoint.verify().
+        CheckpointError, OSError: As for open_checkpoint() and Checkpoint.verify().
     """
     checkpoint = open_checkpoint(parent, name)
     try:
@@ -112,11 +112,11 @@ def open_verified(
 
 
 def read_back(parent: Folder, name: CheckpointName, should_stop: Callable[[], bool]) -> None:
-    """Reads a checkpoint that was just written from the disk, and compares the CRC32C of every chunk.
+    """Reads a newly written checkpoint back from disk, and compares the CRC32C of every chunk.
 
     Raises:
-        SaveCancelledError: If `should_stop`, which is asked now and then, said so.
-        CheckpointError, OSError: As open_checkpoint() and Checkpoint.verify().
+        SaveCancelledError: If `should_stop`, which is called from time to time, returns True.
+        CheckpointError, OSError: As for open_checkpoint() and Checkpoint.verify().
     """
 
     def check(done_bytes: int, total_bytes: int) -> None:
@@ -131,7 +131,7 @@ def read_back(parent: Folder, name: CheckpointName, should_stop: Callable[[], bo
 
 
 def read_hint(parent: Folder) -> CheckpointName | None:
-    """Which checkpoint `latest` names; None if it is missing or says nothing."""
+    """The checkpoint that `latest` names; None if the hint is missing or names none."""
     try:
         text = parent.read(LATEST_NAME, limit_bytes=_LONGEST_HINT_BYTES)
     except CheckpointError:
@@ -140,10 +140,10 @@ def read_hint(parent: Folder) -> CheckpointName | None:
 
 
 def pin(parent: Folder, name: CheckpointName) -> None:
-    """Keeps a checkpoint whatever its age.
+    """Keeps a checkpoint regardless of its age.
 
     Raises:
-        CheckpointError: If there is no such checkpoint, or it is not whole.
+        CheckpointError: If the checkpoint does not exist or is not complete.
     """
     open_checkpoint(parent, name).close()
     if not parent.has(name.pin):
@@ -153,13 +153,13 @@ def pin(parent: Folder, name: CheckpointName) -> None:
 
 
 def unpin(parent: Folder, name: CheckpointName) -> None:
-    """Takes back pin()."""
+    """Undoes pin()."""
     parent.remove(name.pin)
     parent.sync()
 
 
 def remove_unfinished(parent: Folder) -> list[str]:
-    """Removes what killed saves left; no save may be under way. Returns their names."""
+    """Removes the folders of killed saves and returns their names. No save may be in progress."""
     left = unfinished_in(parent)
     for name in left:
         parent.remove(name)
@@ -167,9 +167,9 @@ def remove_unfinished(parent: Folder) -> list[str]:
 
 
 def superseded(parent: Folder, *, keep: int) -> list[CheckpointName]:
-    """Which checkpoints are neither pinned nor among the newest `keep` whole ones, oldest first.
+    """The checkpoints that are neither pinned nor among the newest `keep` complete ones, oldest first.
 
-    One that is not whole is no reason to remove another, and stays itself: somebody may want to look at it.
+    Incomplete checkpoints do not count and are not removed, so that the user can inspect them.
 
     Raises:
         ValueError: If `keep` is below 1.
@@ -181,10 +181,10 @@ def superseded(parent: Folder, *, keep: int) -> list[CheckpointName]:
 
 
 def prune(parent: Folder, *, keep: int) -> list[CheckpointName]:
-    """Removes superseded() checkpoints, once every byte of the newest is known to be right; returns which.
+    """Verifies every byte of the newest checkpoint, then removes superseded() ones; returns the removed ones.
 
     Raises:
-        CheckpointError: If the newest one is damaged; nothing was removed then.
+        CheckpointError: If the newest one is damaged; then nothing was removed.
         ValueError: If `keep` is below 1.
     """
     removable = superseded(parent, keep=keep)
@@ -196,7 +196,7 @@ def prune(parent: Folder, *, keep: int) -> list[CheckpointName]:
 
 
 def remove(parent: Folder, name: CheckpointName) -> None:
-    """Removes one checkpoint. It loses its name first, so that half of one is never taken for a whole one."""
+    """Removes one checkpoint. Renames it first, so that a partly removed one never looks complete."""
     doomed = f"{name}.removed{TEMPORARY_SUFFIX}"
     parent.remove(doomed)
     parent.rename(str(name), doomed)

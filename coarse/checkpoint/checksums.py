@@ -1,4 +1,4 @@
-"""Checksums of a file as it passes: CRC32C of each chunk, and SHA-256 of all where it is wanted."""
+"""Streaming checksums of a file: CRC32C of each chunk, and optionally SHA-256 of the whole file."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from coarse.errors import CheckpointError
 
 
 def crc32c_function() -> Callable[[Any, int], int]:
-    """CRC32C of a buffer, going on from the checksum of what came before it.
+    """Returns a function that computes a buffer's CRC32C, continuing from the checksum of the preceding bytes.
 
     Raises:
-        CheckpointError: If the package is not installed; says how to get it.
+        CheckpointError: If the package is not installed; says how to install it.
     """
     try:
         from crc32c import crc32c
@@ -26,11 +26,11 @@ def crc32c_function() -> Callable[[Any, int], int]:
 
 
 class RunningChecksums:
-    """Checksums of a stream of bytes, however it is cut into pieces.
+    """Checksums of a stream of bytes, independent of its division into pieces.
 
     Args:
         chunk_bytes: Length of each chunk; the last one may be shorter.
-        with_sha256: Whether to take SHA-256 too, which takes twelve times as long.
+        with_sha256: Whether to compute SHA-256 too, which takes twelve times as long.
     """
 
     def __init__(self, chunk_bytes: int, *, with_sha256: bool = False) -> None:
@@ -43,7 +43,7 @@ class RunningChecksums:
         self.num_bytes = 0
 
     def add(self, data: bytes | bytearray | memoryview) -> None:
-        """Takes the next bytes."""
+        """Adds the next bytes."""
         view = memoryview(data)
         if self._sha256 is not None:
             self._sha256.update(view)
@@ -59,7 +59,7 @@ class RunningChecksums:
 
     @property
     def sha256(self) -> str:
-        """SHA-256 of all bytes so far, in hexadecimal digits; "" if it is not taken."""
+        """SHA-256 of all bytes so far, in hexadecimal digits; "" if not computed."""
         return "" if self._sha256 is None else self._sha256.hexdigest()
 
     @property

@@ -1,4 +1,4 @@
-"""That one process alone saves to a folder of checkpoints; any may read it."""
+"""Ensures that only one process saves to a folder of checkpoints; any process may read it."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ class _Held:
     num_claims: int = 0
 
 
-# By folder: a process loses its lock on a file when it closes any descriptor of it, so that it may have one alone.
+# By folder: closing any descriptor of a file loses the process's lock on it, so a process may open only one.
 _held: dict[tuple[int, int], _Held] = {}
 _guard = threading.Lock()
 
 
 class Claim:
-    """Of a process on a folder, once it is taken; it ends with the process, however that ends.
+    """A process's exclusive claim to a folder; it ends with the process, however the process ends.
 
-    Claims of one process do not exclude each other. On a file system that has no locks every claim is granted.
+    Claims of one process do not exclude each other. A file system without locks grants every claim.
 
     Args:
-        folder: Stays the caller's.
+        folder: The folder; the caller closes it.
     """
 
     def __init__(self, folder: Folder) -> None:
         self._folder = folder
-        self._key: tuple[int, int] | None = None  # while it is taken
+        self._key: tuple[int, int] | None = None  # set while the claim is held
 
     def take(self) -> bool:
-        """Whether this process has the claim from now on. Idempotent.
+        """Tries to take the claim; returns whether this process now holds it. Idempotent.
 
         Raises:
-            OSError: If nothing can be written in the folder.
+            OSError: If the folder is not writable.
         """
         if self._key is not None:
             return True
@@ -57,7 +57,7 @@ class Claim:
         return True
 
     def release(self) -> None:
-        """Gives it up. Idempotent."""
+        """Releases the claim. Idempotent."""
         key, self._key = self._key, None
         if key is None:
             return
@@ -70,7 +70,7 @@ class Claim:
 
 
 def _locked(folder: Folder) -> int | None:
-    """A descriptor of the folder's lock, which this process has now; None if another one has it."""
+    """A descriptor of the folder's lock, which this process now holds; None if another process holds it."""
     descriptor = folder.open_lock(_NAME)
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""Which saves are due, and which of them has to wait because another one is being written."""
+"""Decides which saves are due, and which must wait for a save in progress."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ logger = logging.getLogger(__name__)
 
 
 class DueSaves:
-    """The turns of a training's saves: one is written at a time, one waits.
+    """The schedule of a training's saves: one is written at a time, and one may wait.
 
-    A save that is due while another is being written waits, and then saves the step that training has reached. If
-    the next one becomes due before that, the one that waits is skipped. Of numbers alone, so that all workers that
-    call it alike decide alike. Use it from one thread.
+    A save that becomes due while another is being written waits, and then saves the step that training has reached.
+    If the next save becomes due before that, the waiting one is skipped. Depends only on its arguments, so that all
+    workers that make the same calls decide alike. Use it from one thread.
 
     Args:
-        every: How many steps lie between two saves; 0 for none but those that are asked for.
+        every: Steps between two saves; 0 saves only on request.
     """
 
     def __init__(self, every: int) -> None:
@@ -23,23 +23,23 @@ class DueSaves:
         self.forget()
 
     def forget(self) -> None:
-        """Begins anew: training goes on from another step."""
+        """Resets the schedule: training continues from another step."""
         self._is_asked = False
-        self._waiting: int | None = None  # the step at which it was due
-        self._skipped: list[int] = []  # since a save last began
+        self._waiting: int | None = None  # the step at which the waiting save was due
+        self._skipped: list[int] = []  # steps of skipped saves since the last start of a save
         self._last_began: int | None = None
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a save is due that has not begun."""
+        """Whether a due save has not begun."""
         return self._is_asked or self._waiting is not None
 
     def note(self, step: int, *, is_asked: bool) -> None:
-        """To be called after each step.
+        """Updates the schedule; call it after each step.
 
         Args:
-            step: How many were taken.
-            is_asked: Whether somebody asks for a save.
+            step: Number of steps taken.
+            is_asked: Whether a save is requested.
         """
         self._is_asked |= is_asked
         if self._every > 0 and step % self._every == 0:
@@ -48,10 +48,10 @@ class DueSaves:
             self._waiting = step
 
     def begin(self, step: int) -> int:
-        """The state of `step` is being saved, which is what was waited for.
+        """Records that the waiting save begins with the state of `step`.
 
         Returns:
-            How many saves were skipped since the last one began.
+            Number of saves skipped since the last one began.
         """
         last_began, self._last_began = self._last_began, step
         skipped, self._skipped = self._skipped, []

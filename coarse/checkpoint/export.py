@@ -1,4 +1,4 @@
-"""A checkpoint's model as one plain safetensors file, which needs nothing of COARSE to be read."""
+"""Exports a checkpoint's model as one plain safetensors file, readable without COARSE."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ def export_safetensors(
 ) -> None:
     """Writes the model's state dict: parameters and buffers under the bare module's own names.
 
-    Takes one chunk of memory.
+    Needs one chunk of memory.
 
     Args:
-        checkpoint: Where they are.
+        checkpoint: The checkpoint to export.
         path: The new file.
-        progress: Told of the bytes that were written, and of all.
+        progress: Receives the written and the total number of bytes.
 
     Raises:
-        CheckpointError: If there is such a file, or the checkpoint is damaged; no file remains then.
-        OSError: If the disk does not take it.
+        CheckpointError: If the file already exists, or the checkpoint is damaged. Leaves no incomplete file.
+        OSError: If the disk write fails.
     """
     tensors = [tensor for tensor in checkpoint.tensors if tensor.name.startswith(MODEL_PREFIX)]
     tensors.sort(key=lambda tensor: -DTYPE_BYTES[tensor.dtype])

@@ -1,4 +1,4 @@
-"""Files of checkpoints: reached by descriptor, never through a symbolic link, never outside of their folder."""
+"""Files of checkpoints: accessed by descriptor, never through a symbolic link, never outside of their folder."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from types import TracebackType
 from coarse.errors import CheckpointError
 
 Observer = Callable[[str, str], None]
-"""Called before each operation that lasts, with its name ("create", "write", "fsync", "rename", "remove") and what it
-is for: the failpoints of tests. What it raises takes the operation's place."""
+"""Called before each slow operation with its name ("create", "write", "fsync", "rename", "remove") and its subject:
+the failpoints of tests. If it raises, the operation does not run."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
 _DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # opening a FIFO must not wait
 _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_STAGING_BYTES = 4 << 20  # of whole pages, which past the page cache everything has to be
+_STAGING_BYTES = 4 << 20  # whole pages, which all I/O past the page cache requires
 
 
 def check_name(name: str) -> str:
     """Returns a name of a file of a checkpoint.
 
     Raises:
-        CheckpointError: If it could lead out of its folder, or is no plain name.
+        CheckpointError: If it could lead out of its folder, or is not a plain name.
     """
     if not _NAME.fullmatch(name):
         raise CheckpointError(
@@ -41,9 +41,9 @@ def check_name(name: str) -> str:
 
 
 class Folder:
-    """One folder, held by its descriptor. Close it, or use it in a `with` block; one thread at a time.
+    """One folder, held open by its descriptor. Close it, or use it in a `with` block; one thread at a time.
 
-    Made by Folder.open() and enter().
+    Folder.open() and enter() create it.
     """
 
     def __init__(self, path: Path, descriptor: int, observe: Observer) -> None:
@@ -55,16 +55,16 @@ class Folder:
     def open(
         cls, path: str | os.PathLike[str], *, create: bool = False, observe: Observer | None = None
     ) -> Folder:
-        """Opens a folder; `path` itself may lead through symbolic links, for the user chose it.
+        """Opens a folder; `path` itself may contain symbolic links, because the user chose it.
 
         Args:
-            path: Where it is.
-            create: Whether to make it, and those above it, if it does not exist.
+            path: Path of the folder.
+            create: Whether to create it, and its parents, if it does not exist.
             observe: For tests.
 
         Raises:
-            CheckpointError: If there is no such folder.
-            OSError: If it cannot be opened or made.
+            CheckpointError: If the folder does not exist.
+            OSError: If it cannot be opened or created.
         """
         place = Path(path).expanduser().absolute()
         observe = observe or (lambda operation, name: None)
@@ -80,7 +80,7 @@ class Folder:
         """Opens a folder in this one.
 
         Raises:
-            CheckpointError: If there is no folder of that name, or it is a symbolic link.
+            CheckpointError: If the folder does not exist or is a symbolic link.
         """
         check_name(name)
         if create:
@@ -96,24 +96,24 @@ class Folder:
 
     @property
     def identity(self) -> tuple[int, int]:
-        """Device and inode, by which folders are the same however they were opened."""
+        """Device and inode, which identify the folder however it was opened."""
         found = os.fstat(self._descriptor)
         return found.st_dev, found.st_ino
 
     @property
     def is_in_place(self) -> bool:
-        """Whether the folder is still where it was opened."""
+        """Whether the folder is still at the path where it was opened."""
         try:
             return os.path.samestat(os.stat(self.path), os.fstat(self._descriptor))
         except OSError:
             return False
 
     def names(self) -> list[str]:
-        """What is in the folder, in no particular order."""
+        """Names of the folder's entries, in no particular order."""
         return os.listdir(self._descriptor)
 
     def has(self, name: str) -> bool:
-        """Whether there is anything of that name, be it a dangling link."""
+        """Whether an entry of that name exists, even a dangling link."""
         try:
             os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
         except FileNotFoundError:
@@ -121,7 +121,7 @@ class Folder:
         return True
 
     def is_folder(self, name: str) -> bool:
-        """Whether `name` is a folder, and no link to one."""
+        """Whether `name` is a folder, and not a link to one."""
         try:
             found = os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
         except FileNotFoundError:
@@ -132,22 +132,22 @@ class Folder:
         """Length of a file in bytes.
 
         Raises:
-            CheckpointError: If there is no such regular file.
+            CheckpointError: If no such regular file exists.
         """
         with self.reading(name) as descriptor:
             return os.fstat(descriptor).st_size
 
     @contextmanager
     def reading(self, name: str, *, past_cache: bool = False) -> Iterator[int]:
-        """A descriptor of a file that is read, closed at the end of the block.
+        """Opens a file for reading; closes the descriptor at the end of the block.
 
         Args:
-            name: Of the file.
-            past_cache: Whether to read from the disk, without a copy in the page cache, where the file system can:
-                then see has_cache().
+            name: Name of the file.
+            past_cache: Whether to read from disk, without a copy in the page cache, if the file system supports it;
+                see has_cache() then.
 
         Raises:
-            CheckpointError: If it is missing, a symbolic link, or no regular file.
+            CheckpointError: If it is missing, a symbolic link, or not a regular file.
         """
         check_name(name)
         try:
@@ -169,7 +169,7 @@ class Folder:
         """The contents of a small file.
 
         Raises:
-            CheckpointError: As reading(), or if it is longer than `limit_bytes`.
+            CheckpointError: As for reading(), or if it is longer than `limit_bytes`.
         """
         with self.reading(name) as descriptor:
             size = os.fstat(descriptor).st_size
@@ -182,14 +182,14 @@ class Folder:
 
     @contextmanager
     def writing(self, name: str, *, past_cache: bool = False) -> Iterator[NewFile]:
-        """A new file of mode 0600; at the end of the block it is on the disk.
+        """Creates a file of mode 0600; at the end of the block it is on disk.
 
         Args:
-            name: Of the file.
-            past_cache: Whether to write without a copy in the page cache, where the file system can.
+            name: Name of the file.
+            past_cache: Whether to write without a copy in the page cache, if the file system supports it.
 
         Raises:
-            FileExistsError: If there is one of that name.
+            FileExistsError: If a file of that name exists.
             OSError: If it cannot be written.
         """
         check_name(name)
@@ -209,16 +209,16 @@ class Folder:
             os.close(descriptor)
 
     def open_lock(self, name: str) -> int:
-        """A descriptor of an empty file that is there to be locked, and stays; the caller closes it.
+        """A descriptor of a permanent empty file for locking; the caller closes it.
 
         Raises:
-            OSError: If it can be neither made nor opened.
+            OSError: If it can be neither created nor opened.
         """
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         return os.open(check_name(name), flags, 0o600, dir_fd=self._descriptor)
 
     def replace(self, name: str, contents: bytes) -> None:
-        """Makes `contents` those of a small file, at once: a reader sees the old ones or the new ones, whole.
+        """Replaces the contents of a small file atomically: a reader sees all of the old or all of the new contents.
 
         One process at a time for each name.
         """
@@ -229,12 +229,12 @@ class Folder:
                 file.write(contents)
             self.rename(temporary, name)
         except BaseException:
-            with suppress(OSError):  # what stopped the write may stop this too
+            with suppress(OSError):  # the cause of the failed write may also prevent this
                 self.remove(temporary)
             raise
 
     def rename(self, old: str, new: str) -> None:
-        """Renames within the folder, and has the disk know of it."""
+        """Renames within the folder, and syncs the folder to disk."""
         check_name(old)
         check_name(new)
         with _named(self.path / new):
@@ -243,13 +243,13 @@ class Folder:
         self.sync()
 
     def sync(self) -> None:
-        """Has the disk know of all names in the folder."""
+        """Syncs all names in the folder to disk."""
         with _named(self.path):
             self._observe("fsync", f"{self.path.name}/")
             os.fsync(self._descriptor)
 
     def remove(self, name: str) -> None:
-        """Removes a file, or a folder with the files in it; nothing if there is none. Links are not followed."""
+        """Removes a file, or a folder with its files, if it exists. Does not follow links."""
         check_name(name)
         if self.is_folder(name):
             with self.enter(name) as folder:
@@ -265,7 +265,7 @@ class Folder:
             self._unlink(name)
 
     def close(self) -> None:
-        """Lets the folder go. Idempotent."""
+        """Closes the folder. Idempotent."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -284,10 +284,10 @@ class Folder:
 
 
 class NewFile:
-    """A file that is being written, from its beginning to its end. Made by Folder.writing().
+    """A file that is written sequentially. Folder.writing() creates it.
 
-    Past the page cache, the disk takes pages of this process: the system copies nothing, has nothing to write back
-    later, and keeps the pages of other files.
+    Past the page cache, the disk reads pages of this process: the system copies nothing, writes nothing back later,
+    and keeps the cached pages of other files.
     """
 
     def __init__(
@@ -316,7 +316,7 @@ class NewFile:
                 self._write(self._staging)
 
     def finish(self) -> None:
-        """Writes what was appended and is not written yet."""
+        """Writes appended data that is still buffered."""
         if self._staging is not None and self._num_staged:
             self._go_through_cache()  # the end is no whole page
             self._write(self._staging[: self._num_staged])

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: what belongs to it, with a checksum of every byte, its own included."""
+"""The manifest of a checkpoint: its files with checksums of every byte, including the manifest's own."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class FileEntry:
     """One file of a checkpoint.
 
     Args:
-        name: In the checkpoint's folder.
-        num_bytes: Its length.
-        sha256: Of all of it, in hexadecimal digits; "" if it was not taken.
-        crc32c: Of each chunk.
+        name: Name in the checkpoint's folder.
+        num_bytes: Length of the file.
+        sha256: SHA-256 of the whole file, in hexadecimal digits; "" if not computed.
+        crc32c: CRC32C of each chunk.
 
     Raises:
-        CheckpointError: If the name leads out of the folder, or a number is absurd.
+        CheckpointError: If the name leads out of the folder, or a number is out of range.
     """
 
     name: str
@@ -53,22 +53,22 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What a checkpoint consists of.
+    """Description of a checkpoint's contents.
 
     Args:
-        step: How many updates the state has seen.
-        created: When it was written, in UTC by ISO 8601.
-        coarse_version: Of the package that wrote it.
-        world_size: Workers of the job that wrote it.
-        num_tensors: In all files.
+        step: Number of updates that the state includes.
+        created: Time of writing, in UTC by ISO 8601.
+        coarse_version: Version of the package that wrote it.
+        world_size: Number of workers of the job that wrote it.
+        num_tensors: Number of tensors in all files.
         schema_sha256: schema_hash() of the tensors.
-        chunk_bytes: What each CRC32C covers.
-        files: All files beside the manifest.
-        optimizer: Its settings, as to_json() has them; None if there is no optimizer.
-        state_files: Names of the files with the workers' own state, by rank; none if there is no such state.
+        chunk_bytes: Number of bytes that each CRC32C covers.
+        files: All files except the manifest.
+        optimizer: The optimizer's settings, in the form of to_json(); None without an optimizer.
+        state_files: Names of the files with the workers' own state, by rank; empty without such state.
 
     Raises:
-        CheckpointError: If the fields contradict each other; says which and why.
+        CheckpointError: If the fields contradict each other; names them and the reason.
     """
 
     step: int
@@ -111,12 +111,12 @@ class Manifest:
 
     @property
     def has_digests(self) -> bool:
-        """Whether the SHA-256 of every file was taken."""
+        """Whether the manifest has the SHA-256 of every file."""
         return all(file.sha256 for file in self.files)
 
     @property
     def format_version(self) -> int:
-        """The first version of the format that can say what this manifest says."""
+        """The first version of the format that supports this manifest's contents."""
         return 1 if self.has_digests else 2
 
     @property
@@ -138,10 +138,10 @@ class Manifest:
 
     @classmethod
     def decode(cls, data: bytes) -> Manifest:
-        """Reads a manifest that anybody may have written.
+        """Reads a manifest from an untrusted source.
 
         Raises:
-            CheckpointError: If a single byte differs from what encode() wrote, or it is of a newer version; says why.
+            CheckpointError: If any byte differs from encode()'s output, or its version is newer; gives the reason.
         """
         if len(data) > LONGEST_MANIFEST_BYTES:
             raise CheckpointError(f"its manifest has {len(data)} bytes, more than {LONGEST_MANIFEST_BYTES}")
@@ -162,7 +162,7 @@ class Manifest:
             if type(version) is not int or envelope["sha256"] != _digest(body):
                 raise CheckpointError("its manifest is damaged: its checksum does not match")
             manifest = cls(**_fields_of(body))
-            # A flipped bit that changes no value is damage too.
+            # A flipped bit that changes no value also counts as damage.
             if manifest.encode() != data:
                 raise CheckpointError("its manifest is damaged: it is not as it was written")
             return manifest
@@ -171,7 +171,7 @@ class Manifest:
 
 
 def schema_hash(tensors: Iterable[SavedTensor]) -> str:
-    """SHA-256 of names, dtypes and shapes, whatever their order."""
+    """SHA-256 of names, dtypes and shapes, independent of their order."""
     lines = sorted(f"{tensor.name} {tensor.dtype} {list(tensor.shape)}" for tensor in tensors)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 

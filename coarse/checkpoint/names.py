@@ -17,8 +17,9 @@ class CheckpointName:
     """Name of a checkpoint's folder.
 
     Args:
-        step: How many updates its state has seen.
-        attempt: 0, or a number that tells it from earlier checkpoints of the same step: none is ever replaced.
+        step: Number of updates that its state includes.
+        attempt: 0, or a number that distinguishes it from earlier checkpoints of the same step, which are never
+            replaced.
     """
 
     step: int
@@ -34,12 +35,12 @@ class CheckpointName:
 
     @property
     def pin(self) -> str:
-        """Name of the file that says to keep it."""
+        """Name of the file that pins the checkpoint."""
         return f"{self}{PIN_SUFFIX}"
 
     @classmethod
     def parse(cls, text: str) -> CheckpointName | None:
-        """Reads a folder's name; None if it is that of no finished checkpoint."""
+        """Reads a folder's name; None if it is not the name of a finished checkpoint."""
         match = _NAME.fullmatch(text)
         return cls(int(match[1]), int(match[2] or 0)) if match else None
 

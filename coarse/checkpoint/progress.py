@@ -1,4 +1,4 @@
-"""A progress bar for what takes longer than a second, where somebody may be looking."""
+"""A progress bar on a terminal, for operations that take longer than a second."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _PATIENCE_S = 1.0
 
 
 class SaveProgress:
-    """Shows how far a save, or another pass over a checkpoint, has come: a bar on a terminal, nothing elsewhere.
+    """Shows the progress of a save or another pass over a checkpoint: a bar on a terminal, nothing elsewhere.
 
-    Call it with the bytes done and all bytes; use it in a `with` block.
+    Call it with the completed and the total number of bytes; use it in a `with` block.
 
     Args:
-        title: What is going on.
+        title: Name of the operation.
     """
 
     def __init__(self, title: str) -> None:

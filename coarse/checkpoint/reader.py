@@ -1,4 +1,4 @@
-"""Reads checkpoints that anybody may have written or damaged: nothing is believed that was not checked."""
+"""Reads untrusted, possibly damaged checkpoints: uses no data without checking it."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _PAGE_BYTES = mmap.PAGESIZE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mismatch:
-    """How tensors of a checkpoint differ from those that are wanted.
+    """Differences between a checkpoint's tensors and the wanted ones.
 
     Args:
-        missing: Wanted, but not there.
-        extra: There, but not wanted.
-        different: Of another dtype or shape: (wanted, found).
+        missing: Wanted tensors that the checkpoint lacks.
+        extra: Unwanted tensors in the checkpoint.
+        different: Tensors of another dtype or shape: (wanted, found).
     """
 
     missing: tuple[str, ...]
@@ -75,8 +75,8 @@ class Mismatch:
 class Checkpoint:
     """One complete checkpoint, open for reading; itself a CheckpointSource.
 
-    Every byte that it hands out has been checked. One thread at a time. Made by open_checkpoint(); close it, or use
-    it in a `with` block.
+    It checks every byte before returning it. One thread at a time. open_checkpoint() creates it; close it, or use it
+    in a `with` block.
     """
 
     def __init__(
@@ -94,12 +94,12 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """How many updates the state has seen."""
+        """Number of updates that the state includes."""
         return self.manifest.step
 
     @property
     def tensors(self) -> Sequence[SavedTensor]:
-        """All tensors, in the order in which they lie."""
+        """All tensors, in file order."""
         return tuple(place.tensor for _, place in self._places.values())
 
     def verify(
@@ -109,17 +109,17 @@ class Checkpoint:
         digests: bool = False,
         past_cache: bool = False,
     ) -> None:
-        """Reads everything and compares the CRC32C of every chunk, which notices whatever happens by chance.
+        """Reads everything and compares the CRC32C of every chunk, which detects accidental damage.
 
         Args:
-            progress: Told of the bytes that were read, and of all.
-            digests: Whether to compare SHA-256 too, of files of which it was taken: takes longer, and notices what
-                was done on purpose.
-            past_cache: Whether to read what is on the disk, and leave the page cache to others.
+            progress: Receives the read and the total number of bytes.
+            digests: Whether to compare SHA-256 too, for files that have it: takes longer, and detects deliberate
+                changes.
+            past_cache: Whether to read from disk, without using the page cache.
 
         Raises:
             CheckpointError: If a byte differs; names the file and the chunk.
-            OSError: If the disk cannot read it.
+            OSError: If the disk read fails.
         """
         done = 0
         for file in self.manifest.files:
@@ -134,13 +134,13 @@ class Checkpoint:
                 raise CheckpointError(f"{self.path / file.name} is damaged: its SHA-256 does not match")
 
     def read(self, tensor: SavedTensor) -> Iterator[memoryview]:
-        """The bytes of a tensor, in pieces that are valid until the next one is asked for.
+        """The bytes of a tensor, in pieces; each is valid until the next one is requested.
 
         Reading tensors in their order reads each chunk once.
 
         Raises:
-            CheckpointError: If there is no such tensor, or a chunk of it is damaged.
-            OSError: If the disk cannot read it.
+            CheckpointError: If the tensor does not exist, or a chunk of it is damaged.
+            OSError: If the disk read fails.
         """
         file, place = self._places.get(tensor.name, (None, None))
         if file is None or place is None or place.tensor != tensor:
@@ -161,13 +161,13 @@ class Checkpoint:
         """Reads tensors into memory.
 
         Args:
-            destinations: Where the bytes of each tensor go: `tensor.nbytes` of them.
-            progress: Told of the bytes that were read, and of all that will be.
+            destinations: Memory for the `tensor.nbytes` bytes of each tensor.
+            progress: Receives the number of bytes read so far and the number to read.
 
         Raises:
-            CheckpointError: If a tensor is not there, or a chunk is damaged; some destinations may have been written
-                to.
-            OSError: If the disk cannot read it.
+            CheckpointError: If a tensor does not exist, or a chunk is damaged; some destinations may have been
+                overwritten.
+            OSError: If the disk read fails.
         """
         done, total = 0, sum(tensor.nbytes for tensor in destinations)
         order = {tensor: position for position, tensor in enumerate(self.tensors)}
@@ -181,10 +181,10 @@ class Checkpoint:
             done += filled
 
     def worker_states(self) -> list[Any]:
-        """Each worker's own state, as to_json() had it, by rank; empty if there is none.
+        """Each worker's own state, in the form of to_json(), by rank; empty without such state.
 
         Raises:
-            CheckpointError: If one is damaged.
+            CheckpointError: If a state is damaged.
         """
         by_name = {file.name: file for file in self.manifest.files}
         states = []
@@ -195,7 +195,7 @@ class Checkpoint:
         return states
 
     def close(self) -> None:
-        """Lets the folder go. Idempotent."""
+        """Closes the folder. Idempotent."""
         self._folder.close()
 
     def __enter__(self) -> Checkpoint:
@@ -205,7 +205,7 @@ class Checkpoint:
         self.close()
 
     def _chunk(self, file: FileEntry, index: int, *, past_cache: bool = False) -> memoryview:
-        """One chunk of a file, checked; valid until another one is asked for."""
+        """One checked chunk of a file; valid until another one is requested."""
         start = index * self.manifest.chunk_bytes
         chunk = self._buffer[: min(self.manifest.chunk_bytes, file.num_bytes - start)]
         if self._buffered != (file.name, index):
@@ -223,11 +223,11 @@ class Checkpoint:
 
 
 def open_checkpoint(parent: Folder, name: CheckpointName) -> Checkpoint:
-    """Opens a checkpoint if its manifest is whole and every file has its size and a sensible header.
+    """Opens a checkpoint if its manifest is intact and every file has the right size and a valid header.
 
     Raises:
-        CheckpointError: If it is torn, of a newer version, or leads out of its folder; says why.
-        OSError: If the disk cannot read it.
+        CheckpointError: If it is incomplete, of a newer version, or leads out of its folder; gives the reason.
+        OSError: If the disk read fails.
     """
     folder = parent.enter(str(name))
     try:
@@ -271,7 +271,7 @@ def _places_in(folder: Folder, file: FileEntry) -> Sequence[TensorPlace]:
 
 
 def _read_into(descriptor: int, buffer: memoryview, offset: int, length: int) -> int:
-    """Reads until there are `length` bytes or the file ends; returns how many there are."""
+    """Reads until `length` bytes or the end of the file; returns the number of bytes read."""
     done = 0
     while done < length:
         end = length if has_cache(descriptor) else _whole_pages(length)
@@ -280,7 +280,7 @@ def _read_into(descriptor: int, buffer: memoryview, offset: int, length: int) ->
         except OSError as error:
             if has_cache(descriptor) or error.errno != errno.EINVAL:
                 raise
-            go_through_cache(descriptor)  # a disk of larger blocks, or one that gave less than a page
+            go_through_cache(descriptor)  # a disk with larger blocks, or one that returned less than a page
             continue
         if not count:
             break

@@ -1,4 +1,4 @@
-"""Saves in the background: one at a time, and training goes on whatever becomes of them."""
+"""Saves in the background: one at a time; training continues even if saves fail."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveCounts:
-    """What became of the saves of one process.
+    """Outcomes of the saves of one process.
 
     Args:
-        num_saved: Checkpoints that are on the disk and were read back.
-        num_skipped: Saves that did not begin, because another was under way until the next one was due.
-        num_failed: Saves that the disk, or another worker, did not allow.
-        num_failed_in_row: Of these, the ones since the last that succeeded.
-        last_error: Of the last save that failed; "" if none did.
-        last_save_s: How long the last save that succeeded took until it was on the disk, in seconds.
-        last_bytes: How much it wrote.
+        num_saved: Checkpoints that are on disk and were read back.
+        num_skipped: Saves that did not begin, because another one was in progress until the next one was due.
+        num_failed: Saves that failed because of the disk or another worker.
+        num_failed_in_row: Failed saves since the last success.
+        last_error: Error of the last failed save; "" if none failed.
+        last_save_s: Seconds until the last successful save was on disk.
+        last_bytes: Bytes that it wrote.
     """
 
     num_saved: int = 0
@@ -60,31 +60,31 @@ class Writing(Protocol):
 
     @property
     def step(self) -> int:
-        """How many updates its state has seen."""
+        """Number of updates that its state includes."""
 
     def write(self, progress: Progress, should_stop: Callable[[], bool]) -> CheckpointName:
-        """Writes it as write_checkpoint() does, with the same errors. Called once, from a thread of the saver."""
+        """Writes it like write_checkpoint(), with the same errors. Called once, from a thread of the saver."""
 
     def verify(self, name: CheckpointName, should_stop: Callable[[], bool]) -> None:
-        """Reads back from the disk what write() has written, and compares. Called once, behind write().
+        """Reads the checkpoint of write() back from disk and compares it. Called once, after write().
 
         Raises:
-            CheckpointError, OSError: If it is not what was written, or cannot be read.
-            SaveCancelledError: If `should_stop` said so.
+            CheckpointError, OSError: If it differs from the written data, or cannot be read.
+            SaveCancelledError: If `should_stop` returns True.
         """
 
     def close(self) -> None:
-        """Gives it up without writing, or reading back. Idempotent."""
+        """Releases it without writing or reading back. Idempotent."""
 
 
 class SourceWriting:
     """A checkpoint that this process writes.
 
     Args:
-        parent: Folder of all checkpoints; stays the caller's.
+        parent: Folder of all checkpoints; the caller closes it.
         source: The state.
-        details: What belongs to it.
-        options: How to write.
+        details: Contents besides tensors.
+        options: Options for writing.
     """
 
     def __init__(
@@ -119,13 +119,13 @@ class SourceWriting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerState:
-    """What a worker writes itself for a save.
+    """A worker's own state, which it writes itself for a save.
 
     Args:
-        step: Of the checkpoint.
-        save_number: Of the save.
-        rank: Of the worker.
-        state: As to_json() has it.
+        step: Step of the checkpoint.
+        save_number: Number of the save.
+        rank: Rank of the worker.
+        state: In the form of to_json().
     """
 
     step: int
@@ -135,15 +135,15 @@ class WorkerState:
 
 
 class Saver:
-    """Writes checkpoints in a thread of its own, at most one at a time.
+    """Writes checkpoints in its own thread, at most one at a time.
 
-    A save that fails is logged and counted, and training goes on; check() raises once too many have failed in a row.
-    The process does not exit before the save that is under way has ended. Use it from one thread.
+    A failed save is logged and counted, and training continues; check() raises when too many have failed in a row.
+    The process does not exit before a save in progress has ended. Use it from one thread.
 
     Args:
-        parent: Folder of all checkpoints; belongs to the saver from now on.
-        keep: How many of the newest checkpoints stay, beside pinned ones.
-        most_failures: So many failures in a row are an error.
+        parent: Folder of all checkpoints; the saver takes ownership.
+        keep: Number of newest checkpoints to keep, besides pinned ones.
+        most_failures: Number of failures in a row that counts as an error.
 
     Raises:
         ValueError: If `keep` or `most_failures` is below 1.
@@ -155,11 +155,11 @@ class Saver:
         self._parent = parent
         self._keep = keep
         self._most_failures = most_failures
-        # Once it runs, a save begins without waiting for a thread.
+        # A running executor starts a save without waiting for a thread.
         self._executor = ThreadPoolExecutor(1, "coarse-checkpoint", lower_priority)
         self._under_way: Future[None] | None = None
         self._stop = threading.Event()
-        self._torn: set[str] = set()  # what saves have begun and not finished; of the saver's thread
+        self._torn: set[str] = set()  # begun but unfinished saves; used by the saver's thread
         self._lock = threading.Lock()  # guards _counts
         self._counts: dict[str, Any] = {}
 
@@ -170,21 +170,21 @@ class Saver:
 
     @property
     def counts(self) -> SaveCounts:
-        """What became of the saves so far."""
+        """Outcomes of the saves so far."""
         with self._lock:
             return SaveCounts(**self._counts)
 
     @property
     def is_busy(self) -> bool:
-        """Whether a save is under way."""
+        """Whether a save is in progress."""
         return self._under_way is not None and not self._under_way.done()
 
     def start(self, writing: Writing, own_state: WorkerState | None = None) -> bool:
-        """Begins to save; returns at once. False if a save is under way: then `writing` is closed, the skip counted.
+        """Starts a save; returns at once. If one is in progress, closes `writing`, counts a skip, and returns False.
 
         Args:
             writing: The checkpoint.
-            own_state: That of this worker, if workers have state.
+            own_state: This worker's state, if workers have state.
         """
         if self.is_busy:
             writing.close()
@@ -195,7 +195,7 @@ class Saver:
         return True
 
     def start_worker_state(self, own_state: WorkerState) -> None:
-        """Begins to write a worker's own state, for a save that another worker writes."""
+        """Starts to write a worker's own state, for a save that another worker writes."""
         self.wait()
         self._run(lambda: self._write_state(own_state))
 
@@ -210,7 +210,7 @@ class Saver:
 
     def check(self) -> None:
         """Raises:
-        CheckpointError: If too many saves in a row have failed; says why the last one did.
+        CheckpointError: If too many saves in a row have failed; gives the reason of the last failure.
         """
         counts = self.counts
         if self.has_given_up:
@@ -221,13 +221,13 @@ class Saver:
             )
 
     def wait(self) -> None:
-        """Returns when no save is under way."""
+        """Returns when no save is in progress."""
         if self._under_way is not None:
             self._under_way.result()
             self._under_way = None
 
     def close(self, *, cancel: bool = False) -> None:
-        """Waits for the save that is under way, or gives it up; closes the folder. Idempotent."""
+        """Waits for a save in progress, or cancels it; closes the folder. Idempotent."""
         if cancel:
             self._stop.set()
         self.wait()
@@ -247,7 +247,7 @@ class Saver:
             self.fail(error)
 
     def fail(self, error: Exception) -> None:
-        """Counts and logs a save that could not be made."""
+        """Counts and logs a failed save."""
         counts = self.counts
         text = f"{type(error).__name__}: {error}"
         if not self._parent.is_in_place:
@@ -257,7 +257,7 @@ class Saver:
             num_failed_in_row=counts.num_failed_in_row + 1,
             last_error=text,
         )
-        # Traces are for what should not happen; a full disk is no such thing.
+        # Log traces only for unexpected errors; a full disk is expected.
         expected = isinstance(error, (OSError, CoarseError))
         logger.warning(
             "a checkpoint could not be saved to %s; training goes on. %s",
@@ -279,7 +279,7 @@ class Saver:
             self._torn.discard(temporary)
             save_s = time.monotonic() - began_s
             write_hint(self._parent, name)
-            # Before older ones go: what was written must be there when the disk is asked.
+            # Before removing older ones: verify that the new checkpoint is really on disk.
             writing.verify(name, self._stop.is_set)
         with open_checkpoint(self._parent, name) as checkpoint:
             num_bytes = checkpoint.manifest.num_bytes
@@ -290,7 +290,7 @@ class Saver:
         self._remove_superseded(name)
 
     def _remove_torn(self) -> None:
-        """Removes what is left of saves that failed, also by workers that were late with their own state."""
+        """Removes files of failed saves, including those of workers that were late with their own state."""
         for name in self._torn:
             with contextlib.suppress(OSError, CoarseError):  # they may fail for the same reason
                 self._parent.remove(name)

@@ -1,4 +1,4 @@
-"""What a checkpoint is written from: one consistent state, tensor by tensor, whatever framework it belongs to."""
+"""Sources of checkpoints: one consistent state, tensor by tensor, independent of the framework."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MODEL_PREFIX = "model."
 OPTIMIZER_PREFIX = "optimizer."
 
 _READ_BYTES = 4 << 20
-_LARGEST_TENSOR_BYTES = 1 << 62  # what frameworks and the system can count
+_LARGEST_TENSOR_BYTES = 1 << 62  # limit of frameworks and the system
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +51,8 @@ class SavedTensor:
         shape: Lengths of its dimensions; () for a scalar.
 
     Raises:
-        ValueError: If the name is empty, the dtype is not known, a length is negative, or lengths are beyond what
-            any memory could hold.
+        ValueError: If the name is empty, the dtype is unknown, a length is negative, or the tensor is too large for
+            any memory.
     """
 
     name: str
@@ -69,7 +69,7 @@ class SavedTensor:
             )
         if any(length < 0 for length in self.shape):
             raise ValueError(f"tensor {self.name!r}: shape {self.shape} has a negative length")
-        # A length of 0 hides none of the others: whoever makes the tensor multiplies them too.
+        # Ignore lengths of 0: code that creates the tensor multiplies the other lengths too.
         if math.prod(length or 1 for length in self.shape) * DTYPE_BYTES[self.dtype] > _LARGEST_TENSOR_BYTES:
             raise ValueError(f"tensor {self.name!r}: no memory can hold the shape {str(self.shape)[:80]}")
 
@@ -80,40 +80,40 @@ class SavedTensor:
 
 
 class CheckpointSource(Protocol):
-    """A state of the training as it was at one moment: parameters, buffers and optimizer state.
+    """The training state at one moment: parameters, buffers and optimizer state.
 
-    The writer asks for `tensors` once and then reads each of them once, from one thread: those with the largest
-    elements first, as the file format wants it, else in this order. So a source may let go of a tensor when the next
-    one is read. The writer calls close() in the end, whether it succeeded or not.
+    The writer gets `tensors` once and then reads each of them once, from one thread: those with the largest elements
+    first, as the file format requires, otherwise in this order. So a source may free a tensor when the next one is
+    read. The writer calls close() at the end, whether it succeeded or not.
     """
 
     @property
     def step(self) -> int:
-        """How many updates the state has seen."""
+        """Number of updates that the state includes."""
 
     @property
     def tensors(self) -> Sequence[SavedTensor]:
-        """What there is, in the order in which it is best read."""
+        """All tensors, in the best order for reading."""
 
     def read(self, tensor: SavedTensor) -> Iterator[memoryview]:
         """The bytes of a tensor in row-major order, in pieces of any length, `tensor.nbytes` in total.
 
-        Each piece is valid until the next one is asked for, so that a source of bounded memory can serve a state of
-        any size. No byte changes between the moment of the state and close(), whatever training does meanwhile.
+        Each piece is valid until the next one is requested, so that a source of bounded memory can serve a state of
+        any size. No byte changes between the moment of the state and close(), even if training continues.
 
         Raises:
-            OSError, CoarseError: If the state cannot be read any more; the checkpoint is then given up.
+            OSError, CoarseError: If the state can no longer be read; the writer then abandons the checkpoint.
         """
 
     def close(self) -> None:
-        """Lets the state go. Idempotent."""
+        """Frees the state. Idempotent."""
 
 
 class ArraySource:
-    """A state that lies in arrays of this process, which nobody writes to until close().
+    """A state in arrays of this process, which must not change until close().
 
     Args:
-        step: How many updates it has seen.
+        step: Number of updates that it includes.
         arrays: The bytes of each tensor: C-contiguous arrays of any dtype, with `tensor.nbytes` bytes.
 
     Raises:

@@ -1,7 +1,7 @@
-"""The safetensors format: a header that says where each tensor lies, then the tensors without holes.
+"""The safetensors format: a header with the place of each tensor, then the tensors without gaps.
 
-The safetensors library writes files from tensors that are all in memory; a checkpoint streams them. Files are the
-same. Source: https://github.com/huggingface/safetensors, section Format.
+The safetensors library writes files from tensors that are all in memory; a checkpoint streams them. The files are
+identical. Source: https://github.com/huggingface/safetensors, section Format.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _ALIGNMENT = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorPlace:
-    """Where a tensor lies.
+    """The place of a tensor in a file.
 
     Args:
-        tensor: Which one.
-        offset: Of its first byte, from the beginning of the file.
+        tensor: The tensor.
+        offset: Offset of its first byte from the beginning of the file.
     """
 
     tensor: SavedTensor
@@ -38,9 +38,9 @@ class TensorPlace:
 
 
 def plan_files(tensors: Iterable[SavedTensor], *, file_bytes: int) -> list[list[SavedTensor]]:
-    """Divides tensors among files of about `file_bytes`; a larger tensor has a file of its own.
+    """Divides tensors among files of about `file_bytes`; a larger tensor gets its own file.
 
-    Those with the largest elements come first, so that every tensor is aligned to its elements without holes.
+    Tensors with the largest elements come first, so that every tensor is aligned to its elements without gaps.
     """
     files: list[list[SavedTensor]] = []
     length = 0
@@ -57,8 +57,8 @@ def header_of(tensors: Sequence[SavedTensor], metadata: Mapping[str, str]) -> by
     """The beginning of a file that holds `tensors` one after the other.
 
     Args:
-        tensors: In their order.
-        metadata: What readers may show; strings only.
+        tensors: The tensors, in file order.
+        metadata: Information for readers; strings only.
     """
     contents: dict[str, Any] = {"__metadata__": dict(metadata)}
     offset = 0
@@ -75,14 +75,14 @@ def header_of(tensors: Sequence[SavedTensor], metadata: Mapping[str, str]) -> by
 
 
 def read_header(read: Any, file_size: int) -> list[TensorPlace]:
-    """The tensors of a file, in the order in which they lie.
+    """The tensors of a file, in file order.
 
     Args:
-        read: Takes an offset and a length, returns so many bytes, fewer at the end of the file.
+        read: Takes an offset and a length; returns that many bytes, or fewer at the end of the file.
         file_size: Length of the file in bytes.
 
     Raises:
-        CheckpointError: If it is no safetensors file, or its tensors overlap, leave holes or leave the file.
+        CheckpointError: If it is not a safetensors file, or its tensors overlap, leave gaps or exceed the file.
     """
     start = read(0, _LENGTH_BYTES)
     length = int.from_bytes(start, "little")

@@ -1,7 +1,7 @@
-"""Plain values as JSON and back: what optimizer settings and the user's state are made of.
+"""Converts plain values to JSON and back, for optimizer settings and the user's state.
 
-JSON has no tuples, bytes, non-finite numbers, arrays, or keys that are no strings. These are written as objects with
-one key that begins with a dollar sign; so is an object that has such keys itself.
+JSON has no tuples, bytes, non-finite numbers, arrays, or keys other than strings. They become objects with one key
+that begins with a dollar sign, and so do objects that have such keys themselves.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from coarse.errors import CheckpointError
 _MOST_LEVELS = 64
 _PLAIN_DTYPE = re.compile(
     r"[<>|][a-zA-Z?]\d{1,9}(\[\w{1,20}\])?"
-)  # as numpy writes it, and evaluates no other
+)  # numpy's notation; other notations are not evaluated
 
 Translate = Callable[[Any], Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmallTensor:
-    """A tensor of a framework among plain values.
+    """A framework's tensor among plain values.
 
     Args:
-        dtype: By safetensors' names.
+        dtype: Name in the safetensors format.
         shape: Lengths of its dimensions.
         data: Its bytes in row-major order.
     """
@@ -51,16 +51,16 @@ class SmallTensor:
 
 
 def to_json(value: Any, *, translate: Translate = lambda value: value, path: str = "state") -> Any:
-    """What the json module writes for `value`; from_json() gives an equal value back.
+    """Converts `value` to a form that the json module writes; from_json() returns an equal value.
 
     Args:
         value: None, numbers, strings, bytes, lists, tuples, dictionaries, Counters, numpy arrays without fields and
-            SmallTensors. Subclasses of them become what they are subclasses of.
-        translate: Called first with each value: a framework's tensor becomes a SmallTensor.
-        path: Where it stands, for errors.
+            SmallTensors. Instances of their subclasses become instances of the base class.
+        translate: Called first with each value: converts a framework's tensor to a SmallTensor.
+        path: Place of the value, for error messages.
 
     Raises:
-        CheckpointError: If it is, or holds, anything else; names the place and the type.
+        CheckpointError: If the value is, or contains, any other type; names the place and the type.
     """
     if path.count("/") > _MOST_LEVELS:
         raise CheckpointError(f"{path} is nested more than {_MOST_LEVELS} levels deep")
@@ -77,7 +77,7 @@ def to_json(value: Any, *, translate: Translate = lambda value: value, path: str
         return [inner(part, index) for index, part in enumerate(value)]
     if isinstance(value, tuple):
         return {"$tuple": [inner(part, index) for index, part in enumerate(value)]}
-    if isinstance(value, Counter):  # as the milestones of torch's MultiStepLR
+    if isinstance(value, Counter):  # such as the milestones of torch's MultiStepLR
         return {"$counter": [[inner(key, "key"), inner(part, key)] for key, part in value.items()]}
     if isinstance(value, Mapping):
         if all(isinstance(key, str) and not key.startswith("$") for key in value):
@@ -96,14 +96,14 @@ def to_json(value: Any, *, translate: Translate = lambda value: value, path: str
 
 
 def from_json(value: Any, *, translate: Translate = lambda value: value) -> Any:
-    """What to_json() was given.
+    """Returns the value from which to_json() made `value`.
 
     Args:
         value: As the json module reads it.
-        translate: Called last with each SmallTensor: becomes a framework's tensor.
+        translate: Called last with each SmallTensor: converts it to a framework's tensor.
 
     Raises:
-        CheckpointError: If to_json() would not have written it.
+        CheckpointError: If to_json() cannot have written it.
     """
     try:
         return _from_json(value, translate, 0)
@@ -156,7 +156,7 @@ def _array(dtype: str, shape: Any, data: str) -> Any:
 
 
 def _lengths(shape: Any) -> tuple[int, ...]:
-    """A shape as to_json() writes it: whole numbers, not what could be rounded to them.
+    """A shape as to_json() writes it: whole numbers, not numbers that need rounding.
 
     Raises:
         ValueError: If it is anything else.
@@ -167,7 +167,7 @@ def _lengths(shape: Any) -> tuple[int, ...]:
 
 
 def _has_plain_elements(dtype: np.dtype[Any]) -> bool:
-    """Whether its name says all of it: not what the fields of a record are, nor what an object is."""
+    """Whether the dtype's name describes it fully, unlike dtypes of records and objects."""
     return not dtype.hasobject and dtype.fields is None
 
 

@@ -3,7 +3,7 @@
     step-N.tmp/   tensors, workers' state ──► fsync each ──► manifest.json, fsync ──► fsync folder
     step-N/       rename ──► fsync parent ──► `latest`
 
-A process that is killed anywhere in between leaves a folder of the name step-N.tmp, which no loader looks at.
+A process that is killed in between leaves a folder named step-N.tmp, which loaders ignore.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _LONGEST_STATE_BYTES = 64 << 20
 _POLL_INTERVAL_S = 0.005
 
 Progress = Callable[[int, int], None]
-"""Called after each piece with the bytes that were written and those of the whole checkpoint."""
+"""Called after each piece with the bytes written so far and those of the whole checkpoint."""
 
 
 class SaveCancelledError(CheckpointError):
-    """A save was given up because somebody asked for that."""
+    """A save was cancelled on request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,12 +48,12 @@ class WriteOptions:
     """How checkpoints are written.
 
     Args:
-        file_bytes: About how long a safetensors file may become.
-        chunk_bytes: What each CRC32C covers.
-        flush_bytes: How much may wait in the page cache for the disk, where a file system cannot do without.
+        file_bytes: Approximate largest size of a safetensors file.
+        chunk_bytes: Number of bytes that each CRC32C covers.
+        flush_bytes: How much data may wait in the page cache for the disk, if a file system requires the cache.
         state_timeout_s: How long other workers may take to write their own state.
-        digests: Whether to take the SHA-256 of each file beside the CRC32C of its chunks, which notices what was done
-            on purpose if the manifest's own copy is kept elsewhere. It takes 0.6 s of a processor for each GB.
+        digests: Whether to compute the SHA-256 of each file, in addition to the CRC32C of its chunks. SHA-256 detects
+            deliberate changes if a copy of the manifest is kept elsewhere. It takes 0.6 s of a processor for each GB.
 
     Raises:
         ValueError: If a number is out of range.
@@ -76,13 +76,13 @@ class WriteOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveDetails:
-    """What a checkpoint holds beside tensors.
+    """Contents of a checkpoint besides tensors.
 
     Args:
-        world_size: Workers of the job.
-        optimizer: Its settings, as to_json() has them; None without one.
-        save_number: Of this save among those of the job, the same on every worker: tells the state that workers wrote
-            for it from what an earlier, failed save of the same step left.
+        world_size: Number of workers of the job.
+        optimizer: The optimizer's settings, in the form of to_json(); None without an optimizer.
+        save_number: Number of this save in the job, the same on every worker. It distinguishes the workers' state for
+            this save from files of an earlier, failed save of the same step.
         has_worker_state: Whether each worker writes its own state, with write_worker_state().
     """
 
@@ -101,23 +101,23 @@ def write_checkpoint(
     progress: Progress = lambda done, total: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> CheckpointName:
-    """Writes one checkpoint and returns its name; it then is on the disk, and loads whatever happens next.
+    """Writes one checkpoint and returns its name; it is then safe on disk.
 
-    Takes a few pieces of memory, however large the state is. Closes the source. Nothing remains of a save that fails,
-    unless the process is killed.
+    Needs a few pieces of memory, regardless of the size of the state. Closes the source. A failed save leaves no
+    files unless the process is killed.
 
     Args:
         parent: Folder of all checkpoints of the job.
         source: The state.
-        details: What belongs to it.
-        options: How to write; the defaults if not given.
-        progress: Told of what was written.
-        should_stop: Asked after each piece.
+        details: Contents besides tensors.
+        options: Options for writing; the defaults if not given.
+        progress: Receives the number of bytes written.
+        should_stop: Called after each piece; True cancels.
 
     Raises:
-        SaveCancelledError: If `should_stop` said so.
-        CheckpointError: If the source is wrong about its tensors, or a worker's state does not come.
-        OSError: If the disk does not take it.
+        SaveCancelledError: If `should_stop` returns True.
+        CheckpointError: If the source describes its tensors wrongly, or a worker's state does not arrive.
+        OSError: If the disk write fails.
     """
     writer = _Writer(parent, source, details, options or WriteOptions(), progress, should_stop)
     with contextlib.closing(source):
@@ -125,18 +125,18 @@ def write_checkpoint(
 
 
 def write_worker_state(parent: Folder, *, step: int, save_number: int, rank: int, state: Any) -> None:
-    """Writes the state of one worker beside the tensors of a checkpoint that is under way.
+    """Adds the state of one worker to a checkpoint that is being written.
 
     Args:
-        parent: As write_checkpoint(); on several nodes it must be the same file system.
-        step: Of the checkpoint.
-        save_number: Of the save.
-        rank: Which worker it is.
-        state: As to_json() has it.
+        parent: As for write_checkpoint(); on several nodes it must be the same file system.
+        step: Step of the checkpoint.
+        save_number: Number of the save.
+        rank: Rank of the worker.
+        state: In the form of to_json().
 
     Raises:
         CheckpointError: If it is longer than 64 MiB.
-        OSError: If the disk does not take it.
+        OSError: If the disk write fails.
     """
     contents = json.dumps({"save_number": save_number, "state": state}, separators=(",", ":")).encode()
     if len(contents) > _LONGEST_STATE_BYTES:
@@ -149,10 +149,10 @@ def write_worker_state(parent: Folder, *, step: int, save_number: int, rank: int
 
 
 def read_worker_state(contents: bytes) -> tuple[int, Any]:
-    """The number of the save, and the state, that write_worker_state() wrote.
+    """The save number and the state that write_worker_state() wrote.
 
     Raises:
-        CheckpointError: If it wrote something else.
+        CheckpointError: If the contents are not from write_worker_state().
     """
     try:
         found = json.loads(contents)
@@ -192,16 +192,14 @@ class _Writer:
                 self._write(folder)
             return self._finish()
         except BaseException:
-            # What stopped the save may stop this too; the next one starts with tidying up.
+            # The cause of the failure may also prevent the cleanup; the next save starts with a cleanup.
             with contextlib.suppress(Exception):
                 self._parent.remove(self._name.temporary)
             raise
 
     def _write(self, folder: Folder) -> None:
         state_files = self._state_files()
-        for (
-            left
-        ) in folder.names():  # by a save that was killed; other workers may be writing their state already
+        for left in folder.names():  # left by a killed save; other workers may already be writing their state
             if not left.startswith(STATE_FILE_PREFIX):
                 folder.remove(left)
         groups = plan_files(self._tensors, file_bytes=self._options.file_bytes)
@@ -230,7 +228,7 @@ class _Writer:
 
     def _finish(self) -> CheckpointName:
         name = self._name
-        # Behind all that there are of this step: an earlier one may have been removed, and its name is free.
+        # After all existing attempts of this step: the name of a removed earlier one must not be reused.
         found = [CheckpointName.parse(each) for each in self._parent.names()]
         attempts = [each.attempt for each in found if each is not None and each.step == name.step]
         if attempts:
@@ -262,7 +260,7 @@ class _Writer:
 
     def _write_piece(self, file: NewFile, checksums: RunningChecksums, piece: bytes | memoryview) -> int:
         self._check_stop()
-        # Before the write, which may be what takes the bytes out of the processor's caches.
+        # Before the write, which may evict the bytes from the processor's caches.
         checksums.add(piece)
         file.write(piece)
         return len(piece)
@@ -274,7 +272,7 @@ class _Writer:
         return tuple(map(state_file_name, range(self._details.world_size * self._details.has_worker_state)))
 
     def _await_state(self, folder: Folder, name: str) -> FileEntry:
-        """Waits until a worker has written its state for this save, and takes its checksums."""
+        """Waits until a worker has written its state for this save, and computes its checksums."""
         deadline = time.monotonic() + self._options.state_timeout_s
         while True:
             if folder.has(name):
@@ -306,5 +304,5 @@ def _entry(name: str, checksums: RunningChecksums) -> FileEntry:
 
 
 def write_hint(parent: Folder, name: CheckpointName) -> None:
-    """Notes which checkpoint is the latest: for people and scripts, no loader trusts it."""
+    """Writes the hint to the latest checkpoint: for people and scripts; loaders do not trust it."""
     parent.replace(LATEST_NAME, f"{name}\n".encode())

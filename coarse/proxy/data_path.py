@@ -1,4 +1,4 @@
-"""The data path of a memory device: the memory that all devices share, and the native proxy over it."""
+"""The data path of a memory device: the memory that all devices share, and the native proxy that uses it."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from coarse.wire.segments import Segment
 
 
 class DataPath:
-    """Collects what the native proxy needs, makes it, and starts it when all workers are there.
+    """Collects the native proxy's resources, creates the proxy, and starts it when all workers have joined.
 
     Used from the control thread alone.
 
     Args:
         job: The device's place in the session.
-        memory: Where this device's share lies.
-        event_fd: Is written when the proxy has something to report; stays the caller's.
-        look_again: Has open() called, from any thread.
+        memory: The memory of this device's share.
+        event_fd: The proxy writes to it when it has an event to report; the caller closes it.
+        look_again: Requests a call of open(), from any thread.
     """
 
     def __init__(
@@ -44,24 +44,24 @@ class DataPath:
         self._look_again = look_again
         self._nccl: NcclJoin | None = None
         self.nccl_problem = ""
-        """Why NCCL cannot be chosen, though it was to be had."""
+        """Why NCCL cannot be chosen although it was requested."""
         self._link_fds = [fd for fds in job.link_fds for fd in fds]
         self._client_segments: dict[int, Segment] = {}
         self._memory = memory
-        self._shared: dict[str, Segment] = {}  # what all devices map, by name
+        self._shared: dict[str, Segment] = {}  # the memory that all devices map, by name
         self.proxy: _native.Proxy | None = None
-        """There once all devices' shared memory is."""
+        """Set when all devices' shared memory exists."""
         self._links: PacedLinks | None = None
         self.is_started = False
         self._heartbeats: _native.HeartbeatWatch | None = None
 
     @property
     def running_proxy(self) -> _native.Proxy | None:
-        """The proxy once it serves all workers."""
+        """The proxy when it serves all workers; None before."""
         return self.proxy if self.is_started else None
 
     def share(self) -> dict[str, Segment]:
-        """Allocates what this device makes for all; returns it by name, and it stays its own."""
+        """Allocates this device's part of the shared memory; returns it by name and keeps ownership."""
         for name, num_bytes in self._job.own_memory().items():
             self._shared[name] = self._memory.allocate_host(name, num_bytes)
         if name := self._job.own_messages():
@@ -77,24 +77,24 @@ class DataPath:
         return dict(self._shared)
 
     def take_shared(self, segments: dict[str, Segment]) -> None:
-        """Another device has made these for all."""
+        """Takes shared memory that another device has allocated."""
         self._shared.update(segments)
 
     def allocate_client(self, client: int) -> int:
-        """Makes the segment of one of this device's own workers; returns its descriptor, which stays its own."""
+        """Allocates the segment of one of this device's own workers; returns its descriptor, which it keeps open."""
         segment = self._memory.allocate_host("client", _native.client_segment_bytes(self._job.num_devices))
         self._client_segments[client] = segment
         return segment.fd
 
     def take_client(self, client: int, segment: Segment) -> None:
-        """Another device has made the segment of one of its workers."""
+        """Takes a worker's segment that another device has allocated."""
         self._client_segments[client] = segment
 
     def open(self) -> None:
-        """Makes the proxy as soon as all shared memory is there, and what the devices join. Idempotent.
+        """Joins the devices' communicator and creates the proxy, when all shared memory exists. Idempotent.
 
         Raises:
-            NcclError, CudaError: If they cannot.
+            NcclError, CudaError: If that fails.
         """
         if self.proxy is None and self._shared.keys() >= self._job.shared_memory() and self._has_joined():
             self.proxy = self._make_proxy()
@@ -125,11 +125,11 @@ class DataPath:
 
     @property
     def is_ready(self) -> bool:
-        """Whether start() can be called: the proxy and the segments of all workers are there."""
+        """Whether start() can be called: the proxy and the segments of all workers exist."""
         return self.proxy is not None and len(self._client_segments) == self._job.num_clients
 
     def start(self) -> None:
-        """The sync cores begin to serve all workers."""
+        """Starts the sync cores, which then serve all workers."""
         assert self.proxy is not None
         for client, segment in self._client_segments.items():
             self.proxy.add_client(client, segment.fd)
@@ -137,7 +137,7 @@ class DataPath:
         self.is_started = True
 
     def silent_device(self) -> int | None:
-        """A memory device that does not work any more; to be asked a few times a second once this one is started."""
+        """A memory device that no longer works; call it a few times a second after start()."""
         if self._heartbeats is None:
             self._heartbeats = _native.HeartbeatWatch(
                 doorbells_fd=self._shared[DOORBELLS].fd,
@@ -147,43 +147,43 @@ class DataPath:
         return self._heartbeats.look()
 
     def worker_fds(self, client: int) -> list[int]:
-        """What one of this device's own workers gets to map; stays the data path's."""
+        """The descriptors that one of this device's own workers maps; the data path keeps them."""
         return [self._client_segments[client].fd, self._shared[DOORBELLS].fd]
 
     def release_clients(self) -> None:
-        """Gives up this process's descriptors of client segments, once all workers have them."""
+        """Closes this process's descriptors of client segments, when all workers have them."""
         for segment in self._client_segments.values():
             segment.close()
 
     @property
     def links(self) -> PacedLinks:
-        """Of an emulated session.
+        """The links of an emulated session.
 
         Raises:
-            ProtocolError: If they are not there yet.
+            ProtocolError: If they do not exist yet.
         """
         if self._links is None:
             raise ProtocolError("the links are not there yet")
         return self._links
 
     def transfer_log_fd(self) -> int:
-        """What has passed over the links, to be read only; the caller closes it.
+        """A read-only descriptor of the links' transfer log; the caller closes it.
 
         Raises:
-            ProtocolError: If the links are not there yet.
+            ProtocolError: If the links do not exist yet.
         """
         if self._links is None:
             raise ProtocolError("the links are not there yet")
         return self._shared[LINK_TABLE].to_read().fd
 
     def stop(self) -> None:
-        """Ends the sync cores, and gives up connections that no proxy has taken."""
+        """Stops the sync cores, and closes connections that no proxy has taken."""
         if self.proxy is not None:
             self.proxy.stop()
         self._close_links()
 
     def close(self) -> None:
-        """Unmaps and gives up all memory, after stop()."""
+        """Unmaps and closes all memory, after stop()."""
         self.proxy = None
         self._links = None
         for segment in (*self._client_segments.values(), *self._shared.values()):
@@ -230,7 +230,7 @@ class DataPath:
         return proxy
 
     def _close_links(self) -> None:
-        """Gives up this process's own ends of the connections to other nodes, of which the proxy has duplicates."""
+        """Closes this process's connections to other nodes; the proxy has duplicates."""
         links, self._link_fds = self._link_fds, []
         for fd in links:
             os.close(fd)

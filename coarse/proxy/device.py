@@ -1,9 +1,9 @@
 """A memory device: the process that owns an arena, serves workers' control requests and runs a proxy.
 
-The control path is one thread that never blocks on a peer; the data path is native
-(coarse/kernels/include/coarse/device/proxy.hpp) and does not pass through Python. Life of a device: it exchanges
-shared memory with the other devices, lets workers in, serves registrations, and ends when the last worker has gone.
-docs/design/control-protocol.md has the messages.
+The control path is one thread that never blocks on a peer. The data path is native
+(coarse/kernels/include/coarse/device/proxy.hpp) and does not use Python. A device exchanges shared memory with the
+other devices, admits workers, serves registrations, and ends when the last worker has left.
+docs/design/control-protocol.md describes the messages.
 """
 
 from __future__ import annotations
@@ -59,16 +59,16 @@ _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _NOTIFYING_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 
 _REASONS = (CoarseError, ValueError, OSError, _native.CudaError, _native.NcclError)
-"""What a device that cannot begin says to its workers: the machine's reasons, not its own mistakes."""
+"""Errors that a device reports to its workers if it cannot start: faults of the machine, not its own bugs."""
 
 
 class MemoryDevice:
     """Runs one memory device until its job, or an attempt at it, is over.
 
     Args:
-        job: This device's place in the session; its descriptors now belong to the device.
-        memories: Where everything lies; stay the caller's.
-        contents: What it has of earlier attempts, and keeps for later ones.
+        job: This device's place in the session; the device takes ownership of its descriptors.
+        memories: The memories that it uses; the caller closes them.
+        contents: Contents from earlier attempts, and for later ones.
     """
 
     def __init__(self, job: DeviceJob, memories: DeviceMemories, contents: DeviceContents) -> None:
@@ -101,11 +101,11 @@ class MemoryDevice:
         self.lost: set[int] = set()
         """Other devices that have ended; set by run()."""
         self.replaced: dict[int, int] = {}
-        """Those that have taken the place of lost ones, each with a socket that is for the caller of run()."""
+        """Devices that have replaced lost ones, each with a socket for the caller of run()."""
         self._loss: Failure | None = None
         self._memory_watch = OutOfMemoryWatch()
         self._goes_on = False
-        self._failed_ranks: set[int] = set()  # of workers that have left before their time
+        self._failed_ranks: set[int] = set()  # workers that have left early
         self._is_dismissed = False
         self._deadline = time.monotonic() + (job.join_timeout_s if job.leader_pid else job.keep_s)
         self._answers: dict[str, Callable[[WorkerConnection, Message], None]] = {
@@ -134,11 +134,11 @@ class MemoryDevice:
     # ---- life ----
 
     def run(self) -> bool:
-        """Serves until every worker has left or died, or the session never came about.
+        """Serves until every worker has left or died, or until the session fails to begin.
 
         Returns:
-            Whether workers were lost, and the contents are in order and to be kept for the workers of another
-            attempt.
+            Whether to keep the contents for the workers of another attempt: workers were lost, and the contents are
+            consistent.
         """
         try:
             self._begin()
@@ -157,7 +157,7 @@ class MemoryDevice:
             self._close()
 
     def refuse(self, reason: Exception) -> None:
-        """Tells every worker why this device cannot serve them, instead of run()."""
+        """Reports to every worker why this device cannot serve it; call it instead of run()."""
         try:
             self._begin()
             self._turn_away(reason)
@@ -190,7 +190,7 @@ class MemoryDevice:
 
     @property
     def _is_unready(self) -> bool:
-        """Whether the session cannot begin, which workers are told as they come."""
+        """Whether the session cannot begin; workers receive the reason as they join."""
         return self._loss is not None and self._loss.is_unready
 
     def _is_over(self) -> bool:
@@ -199,7 +199,7 @@ class MemoryDevice:
         return time.monotonic() > self._deadline
 
     def _progress(self) -> None:
-        """Takes every step that has become possible, unless the session cannot begin."""
+        """Performs every start-up action that has become possible, unless the session cannot begin."""
         if self._is_unready:
             return
         self._share()
@@ -213,15 +213,15 @@ class MemoryDevice:
                 self._abort(device_silent(self._job, silent))
 
     def _share(self) -> None:
-        """Makes what all devices map, and tells the others, once all are there. Idempotent."""
+        """Allocates memory that all devices map, and informs the others, when all exist. Idempotent."""
         if self._peers.is_complete and not self._has_shared:
             self._has_shared = True
             self._shared_memory = self._data_path.share()
-            self._tell_of_nccl()  # before they see its name
+            self._tell_of_nccl()  # before they see the communicator's name
             self._peers.tell(*self._shared_message())
 
     def _tell_of_nccl(self) -> None:
-        """Has no device wait for NCCL if this one cannot join. Idempotent."""
+        """Informs the other devices if this one cannot join NCCL, so that none waits for it. Idempotent."""
         if self._data_path.nccl_problem and not self._has_told_of_nccl:
             self._has_told_of_nccl = True
             reason = self._data_path.nccl_problem
@@ -233,7 +233,7 @@ class MemoryDevice:
         return {"type": "memory", "names": list(self._shared_memory), "extents": extents}, fds
 
     def _welcome(self) -> None:
-        """All workers are here: the data path starts, and they are told."""
+        """Starts the data path when all workers have joined, and notifies them."""
         self._data_path.start()
         for client in range(self._job.num_clients):
             fds = self._data_path.worker_fds(client) if client in self._job.local_clients else []
@@ -252,10 +252,10 @@ class MemoryDevice:
         return bool(self._job.keep_s) and is_unfinished and not is_given_up
 
     def _settle(self) -> bool:
-        """Brings the contents to one whole step, once nobody uses them; returns whether it could.
+        """Brings the contents to one whole step after all workers have ended; returns whether that succeeded.
 
-        The home device goes first, unless it is lost. No device says or reads anything of the next attempt before all
-        have stopped.
+        The home device goes first, unless it is lost. No device sends or reads messages of the next attempt before
+        all have stopped.
         """
         deadline_s = time.monotonic() + self._job.keep_s
         if not self._workers.await_ends(deadline_s):
@@ -278,14 +278,14 @@ class MemoryDevice:
         return True
 
     def _leave_signals_to_workers(self) -> None:
-        """A batch system signals all processes of a job, and workers may still want to save what is here."""
+        """Ignores signals: a batch system signals all processes of a job, and workers may still save the contents."""
         for number in _ENDING_SIGNALS:
             signal.signal(number, lambda number, frame: self._be_told_to_end())
         for number in _NOTIFYING_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 
     def _be_told_to_end(self) -> None:
-        """Ends with the workers, or at once if the contents only wait for those of another attempt."""
+        """Handles a request to end: ends with the workers, or at once while waiting for another attempt."""
         self._is_dismissed = True
         if self._workers.is_empty and not self._job.leader_pid:
             self._deadline = 0.0
@@ -302,7 +302,7 @@ class MemoryDevice:
         def leader_died() -> None:
             self._loop.unwatch(pidfd)
             os.close(pidfd)
-            # If it was let in as a worker, its own pidfd tells; if not, nobody will ever come.
+            # If it has joined as a worker, its own pidfd reports its death; if not, no worker will ever join.
             self._deadline = 0.0
 
         self._loop.watch(pidfd, leader_died)
@@ -310,7 +310,7 @@ class MemoryDevice:
     def _close(self) -> None:
         self._data_path.stop()
         self._data_path.close()
-        # Before any connection is closed: who waits for that may start devices in the same place.
+        # Before closing any connection: a process that waits for the close may start devices in the same place.
         if self._job.keep_s and not self._goes_on:
             leave_session_directory(self._workers.socket)
         elif not self._data_path.is_started and not self._goes_on:
@@ -354,7 +354,7 @@ class MemoryDevice:
     # ---- workers ----
 
     def worker_admitted(self, worker: WorkerConnection) -> None:
-        """Makes its segment, if this is its own device."""
+        """Allocates the worker's segment, if this is its own device."""
         if not self._job.leader_pid:
             self._deadline = max(self._deadline, time.monotonic() + self._job.join_timeout_s)
         if self._loss is not None and self._loss.is_unready:
@@ -367,7 +367,7 @@ class MemoryDevice:
         """Answers a request.
 
         Raises:
-            ProtocolError: If there is no such request, or it cannot be met.
+            ProtocolError: If the request is unknown or cannot be served.
         """
         if request.kind == "write_snapshot":
             return self._snapshots.write(request)
@@ -377,14 +377,14 @@ class MemoryDevice:
         answer(worker, request.message)
 
     def worker_misbehaved(self, worker: WorkerConnection, reason: str) -> None:
-        """Ends the session because of what a worker sent."""
+        """Ends the session because a worker sent invalid data."""
         loss = worker_evicted(self._job.rank(worker.client), worker.pid, reason)
         logger.warning("[md%s] %s", self._job.device, loss.text)
         self._abort(loss)
         self._leave(worker)
 
     def worker_died(self, worker: WorkerConnection) -> None:
-        """Ends the session because a worker is gone."""
+        """Ends the session because a worker has died."""
         proxy = self._data_path.running_proxy
         last_step = proxy.last_step(worker.client) if proxy is not None else 0
         evidence = self._memory_watch.evidence()
@@ -392,15 +392,15 @@ class MemoryDevice:
         self._leave(worker)
 
     def dismissed(self) -> None:
-        """Ends, if the contents only wait for another attempt."""
+        """Ends the device, if it only waits for another attempt."""
         if self._workers.is_empty:
             self._be_told_to_end()
 
     def device_replaced(self, device: int, fd: int) -> None:
-        """Gives another device that has taken a lost one's place what that one had.
+        """Gives another device, which has replaced a lost one, the lost device's contents.
 
         Raises:
-            ProtocolError: If workers have come already.
+            ProtocolError: If workers have already joined.
         """
         if not self._workers.is_empty:
             os.close(fd)
@@ -433,19 +433,19 @@ class MemoryDevice:
         if self._registrar.is_waiting_for(worker.client):
             self._abort(self._departure())
         if not self._is_over():
-            # At the end of everything memory goes with the process, and sync cores may still be at work.
+            # At the very end, memory is freed with the process; sync cores may still be working.
             self._registrar.release_all(worker.client, proxy)
         self._storage.leave(worker.client)
         worker.close()
 
     def _register(self, worker: WorkerConnection, message: Message) -> None:
         self._registrar.register(worker.client, message)
-        # Who was refused has asked too, and may have left before others have asked here.
+        # A refused worker has also requested the group, and may have left before others request it here.
         if any(map(self._registrar.is_waiting_for, self._workers.departed)):
             self._abort(self._departure())
 
     def _unregister(self, worker: WorkerConnection, message: Message) -> None:
-        if not self._is_to_be_continued():  # what is given up on the way out is wanted again
+        if not self._is_to_be_continued():  # the next attempt needs groups that workers release on leaving
             self._registrar.unregister(worker.client, message, self._data_path.proxy)
 
     def _warm_snapshots(self, message: Message) -> None:
@@ -499,22 +499,22 @@ class MemoryDevice:
                 self._abort(self._departure())
 
     def _fail(self, reason: str) -> NoReturn:
-        """Ends this process, which holds nothing that can be saved, once all workers have been told why."""
+        """Reports the reason to all workers, then ends this process, whose contents cannot be saved."""
         loss = device_failed(self._job, reason)
         self._abort(loss)
-        # The others would see that this device is gone before theirs can tell them more.
+        # Other devices' workers would notice this device's end before their own device can report the reason.
         others = set(range(self._job.num_clients)) - set(self._job.local_clients)
         for worker in self._workers.present(sorted(others)):
             worker.send(loss.to_message("aborted"))
         logger.error("%s", loss.text)
-        # Threads may still wait for memory that does not work any more.
+        # Threads may still wait for memory that no longer works.
         os._exit(1)
 
     def _abort(self, loss: Failure) -> None:
-        """Tells every worker once that nothing will complete any more, and takes no more gradients.
+        """Reports the failure to every worker once, and accepts no more gradients.
 
-        So workers do not go on that can do without what was lost. Each is told by its local device, or by all others
-        if that may be what stands still.
+        Thus workers that do not need the lost process also stop. Each worker receives the report from its local
+        device, or from all others if the local device may be the one without progress.
         """
         if self._is_aborted:
             return
@@ -541,8 +541,8 @@ def run_device(job_fd: int) -> None:
     job = DeviceJob.read(job_fd)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    with contextlib.suppress(FileNotFoundError):  # who made it has gone, and removed it
-        hold(Path(job.directory))  # to the end of this process
+    with contextlib.suppress(FileNotFoundError):  # its creator has ended and removed it
+        hold(Path(job.directory))  # until this process ends
     try:
         opened = open_memories(job.memories, job.device, replicas=job.replicas)
     except _REASONS as error:
@@ -557,13 +557,13 @@ def run_device(job_fd: int) -> None:
             return
         attempt = job
         while (device := MemoryDevice(attempt.with_own_sockets(), memories, contents)).run():
-            # From now on whoever comes first starts the attempt.
+            # The first worker to connect now starts the attempt.
             job = job.with_peers(device.lost, device.replaced)
             attempt = replace(job, leader_pid=0)
         contents.close()
 
 
 def _move_near(memory: DeviceMemory) -> None:
-    """Has this process, and so the sync cores that it starts, run on the processors nearest to its memory."""
+    """Binds this process, and thus its sync cores, to the processors nearest to its memory."""
     if cores := set(memory.cores()) & os.sched_getaffinity(0):
         os.sched_setaffinity(0, cores)

@@ -15,29 +15,29 @@ class _Watched:
 
 
 class EventLoop:
-    """Calls back when descriptors can be read, or take what is left to be sent. One thread."""
+    """Calls back when descriptors are readable or accept pending output. Single-threaded."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
 
     def watch(self, fd: int, callback: Callable[[], object]) -> None:
-        """Calls `callback` whenever `fd` can be read or its other end is gone, until unwatch()."""
+        """Calls `callback` whenever `fd` is readable or its other end is gone, until unwatch()."""
         self._selector.register(fd, selectors.EVENT_READ, _Watched(callback))
 
     def flush_later(self, fd: int, flush: Callable[[], bool]) -> None:
-        """Calls `flush` whenever `fd` takes more, until it returns True. Does nothing if `fd` is not watched."""
+        """Calls `flush` whenever `fd` accepts output, until it returns True. Does nothing if `fd` is not watched."""
         with contextlib.suppress(KeyError):
             watched = self._selector.get_key(fd).data
             watched.flush = flush
             self._selector.modify(fd, selectors.EVENT_READ | selectors.EVENT_WRITE, watched)
 
     def unwatch(self, fd: int) -> None:
-        """Stops that; `fd` must still be open. Does nothing if it is not watched."""
+        """Stops watching `fd`, which must still be open. Does nothing if it is not watched."""
         with contextlib.suppress(KeyError):
             self._selector.unregister(fd)
 
     def run_once(self, timeout_s: float) -> None:
-        """Waits up to `timeout_s` and calls back what is due."""
+        """Waits up to `timeout_s` and runs the due callbacks."""
         for key, events in self._selector.select(timeout_s):
             if events & selectors.EVENT_WRITE and key.data.flush():
                 self._stop_flushing(key)
@@ -50,5 +50,5 @@ class EventLoop:
             self._selector.modify(key.fd, selectors.EVENT_READ, key.data)
 
     def close(self) -> None:
-        """Forgets everything that is watched; the descriptors stay their owners'."""
+        """Stops watching everything; the owners close the descriptors."""
         self._selector.close()

@@ -1,4 +1,4 @@
-"""How other threads of a memory device have its control thread do something."""
+"""Runs functions of other threads on a memory device's control thread."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from coarse.proxy.event_loop import EventLoop
 
 
 class Mailbox:
-    """Runs on the control thread what other threads post.
+    """Runs the functions that other threads post on the control thread.
 
     Args:
-        loop: Of the control thread.
+        loop: The control thread's event loop.
     """
 
     def __init__(self, loop: EventLoop) -> None:
@@ -25,14 +25,14 @@ class Mailbox:
         loop.watch(self._event_fd, self._deliver)
 
     def post(self, function: Callable[[], None]) -> None:
-        """Has `function` called; from any thread. Does nothing once the mailbox is closed."""
+        """Schedules a call of `function`; callable from any thread. Does nothing after close()."""
         with self._lock:
             if self._event_fd >= 0:
                 self._posted.append(function)
                 os.eventfd_write(self._event_fd, 1)
 
     def close(self) -> None:
-        """Drops what was not called yet. Idempotent."""
+        """Drops pending functions. Idempotent."""
         with self._lock:
             if self._event_fd >= 0:
                 os.close(self._event_fd)

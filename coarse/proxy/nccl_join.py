@@ -1,4 +1,4 @@
-"""How a memory device joins the others' communicator of NCCL."""
+"""Joins a memory device to the other devices' NCCL communicator."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from coarse.kernels.nccl import find_nccl
 from coarse.wire.device_job import NCCL_ID_BYTES, DeviceJob
 from coarse.wire.segments import Segment
 
-if TYPE_CHECKING:  # it is imported where there are GPUs
+if TYPE_CHECKING:  # only imported with GPUs
     from coarse.proxy.memory.cuda import CudaMemory
 
 
 def write_nccl_id(segment: Segment) -> None:
-    """Names a new communicator, in memory that all devices are going to see; on the home device.
+    """Names a new communicator, in memory that all devices will map; on the home device.
 
     Raises:
-        NcclError: If there is no NCCL, or it finds no network interface for the devices to meet over.
+        NcclError: If NCCL is missing, or finds no network interface for the devices.
     """
     os.pwrite(segment.fd, find_nccl().unique_id(), 0)
 
 
 class NcclJoin:
-    """Joins, in a thread of its own: only the end of the process ends the wait for devices that do not come.
+    """Joins in its own thread: only the end of the process ends the wait for missing devices.
 
     Args:
         job: The device's place in the session.
-        memory: Its GPU.
-        segment: Where the communicator's name is.
-        on_end: Called in the thread when the device has joined, or could not.
+        memory: The memory of its GPU.
+        segment: Memory with the communicator's name.
+        on_end: Called in the thread when the device has joined or failed to join.
     """
 
     def __init__(
@@ -44,14 +44,14 @@ class NcclJoin:
         self._on_end = on_end
         self._runner: _native.NcclRunner | None = None
         self._error: Exception | None = None
-        memory.tensor_memory()  # compiles kernels, here where nobody else does
+        memory.tensor_memory()  # compiles kernels, here while no other thread does
         threading.Thread(target=self._join, name="coarse-nccl", daemon=True).start()
 
     def result(self) -> _native.NcclRunner | None:
-        """What reduces with the other devices; None while some are missing.
+        """The runner that reduces with the other devices; None while devices are missing.
 
         Raises:
-            NcclError: If NCCL refuses or fails; CudaError if the GPU has no room for it.
+            NcclError: If NCCL refuses or fails; CudaError if the GPU has too little memory.
         """
         if self._error is not None:
             raise self._error
@@ -65,6 +65,6 @@ class NcclJoin:
             )
             runner.connect()
             self._runner = runner
-        except Exception as error:  # it is for the control thread
+        except Exception as error:  # passed to the control thread
             self._error = error
         self._on_end()

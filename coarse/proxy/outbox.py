@@ -1,4 +1,4 @@
-"""How the parts of a memory device's control path answer without knowing connections."""
+"""Lets parts of a memory device's control path send replies without access to connections."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ SendToPeers = Callable[[Message, Sequence[int]], None]
 
 
 def send(loop: EventLoop, channel: Channel, message: Message, fds: Sequence[int] = ()) -> None:
-    """Sends a message; what a socket that `loop` watches does not take yet goes out when it does.
+    """Sends a message; `loop`, which watches the socket, sends the rest when the socket accepts more.
 
-    Does nothing if the other end is gone, which is for whoever reads from it to notice.
+    Does nothing if the other end is gone; the reader of the connection notices that.
     """
     with contextlib.suppress(OSError):
         channel.send(message, fds)
@@ -27,7 +27,7 @@ def send(loop: EventLoop, channel: Channel, message: Message, fds: Sequence[int]
 
 
 def _flush(channel: Channel) -> bool:
-    """Whether nothing is left that could be sent; of one whose other end is gone nothing can."""
+    """Whether no output is left; True also if the other end is gone."""
     try:
         return channel.flush()
     except OSError:

@@ -1,4 +1,4 @@
-"""The links of an emulated session, as memory devices share them (docs/design/emulation.md)."""
+"""The links of an emulated session, shared by its memory devices (docs/design/emulation.md)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from coarse.wire.messages import Message, int_field
 
 
 def write_link_table(fd: int, emulation: Emulation) -> None:
-    """Writes the link table into memory of link_table_bytes(), before anybody else maps it."""
+    """Writes the link table into memory of link_table_bytes(), before other processes map it."""
     _native.write_link_table(
         fd,
         emulation.time_dilation,
@@ -23,20 +23,20 @@ def write_link_table(fd: int, emulation: Emulation) -> None:
 
 
 class PacedLinks:
-    """Answers what workers ask of the links. Used from the control thread.
+    """Answers workers' requests about the links. Used from the control thread.
 
     Args:
-        fd: A written link table; stays the caller's.
+        fd: Descriptor of a written link table; the caller closes it.
     """
 
     def __init__(self, fd: int) -> None:
         self._pacer = _native.Pacer(fd)
 
     def set_bandwidth(self, message: Message) -> Message:
-        """Changes a bucket for every transfer that begins from now on.
+        """Changes a bucket for every transfer that begins after the call.
 
         Raises:
-            ProtocolError: If there is no such bucket, or the bandwidth cannot be.
+            ProtocolError: If the bucket does not exist or the bandwidth is invalid.
         """
         bandwidth = message.get("gbytes_per_s")
         if not isinstance(bandwidth, int | float):
@@ -48,6 +48,6 @@ class PacedLinks:
         return {"type": "bandwidth_set"}
 
     def report(self) -> Message:
-        """How late arrivals were noticed, of all memory devices together."""
+        """The detection delay of arrivals, over all memory devices."""
         num_arrivals, lateness_ns = self._pacer.arrivals()
         return {"type": "pacing", "num_arrivals": num_arrivals, "lateness_ns": lateness_ns}

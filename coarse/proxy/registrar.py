@@ -1,4 +1,4 @@
-"""Registers tensor groups at one memory device: from the first worker's request to the last one's goodbye."""
+"""Registers tensor groups at one memory device, from the first worker's request to the last one's release."""
 
 from __future__ import annotations
 
@@ -55,17 +55,17 @@ _MOST_GROUP_ID = (1 << 32) - 1
 class Registrar:
     """Serves the registration messages of docs/design/control-protocol.md. Used from the control thread alone.
 
-    A group comes to life when all workers have asked for it alike, every device has allocated its share and heard
-    of the others'. The home device checks that everything fits before any device takes its share.
+    A group becomes active when all workers have requested the same group, and every device has allocated its share
+    and received the other devices' shares. The home device checks that everything fits before any device allocates.
 
     Args:
         job: The device's place in the session.
-        memories: Where slots lie, and what the node has once.
-        send: Answers a worker.
-        send_to_peers: Tells the other devices.
+        memories: The memories for slots and for data that the node holds once.
+        send: Sends a reply to a worker.
+        send_to_peers: Sends a message to the other devices.
         snapshots: Reads snapshots of groups, if this is the home device.
-        kept: Groups of an earlier attempt, and those to be kept for a later one.
-        replicas: The same of what this device keeps for the home device.
+        kept: Groups of an earlier attempt, and groups to keep for a later one.
+        replicas: The same for the replicas that this device keeps for the home device.
     """
 
     def __init__(
@@ -87,10 +87,10 @@ class Registrar:
         self._kept = kept
         self._replicas = replicas
         self._registrations: dict[int, Registration] = {}
-        self._released: set[int] = set()  # numbers of groups that are gone; none comes again
+        self._released: set[int] = set()  # numbers of released groups; never reused
 
     def register(self, client: int, message: Message) -> None:
-        """A worker asks for a group."""
+        """Handles a worker's request for a group."""
         registration = self._registration(int_field(message, "group", high=_MOST_GROUP_ID))
         registration.schemas[client] = GroupSchema.from_message(message)
         registration.places[client] = WorkerPlaces(
@@ -101,30 +101,30 @@ class Registrar:
             self._send(client, registration.refusal, ())
 
     def unregister(self, client: int, message: Message, proxy: _native.Proxy | None) -> None:
-        """A worker gives a group up."""
+        """Handles a worker's release of a group."""
         registration = self._registrations.get(int_field(message, "group", high=_MOST_GROUP_ID))
         if registration is not None:
             self._release(registration, client, proxy)
 
     def release_all(self, client: int, proxy: _native.Proxy | None) -> None:
-        """A worker has gone, with all its groups."""
+        """Releases all groups of a worker that has left."""
         for registration in list(self._registrations.values()):
             self._release(registration, client, proxy)
 
     def is_waiting_for(self, client: int) -> bool:
-        """Whether others have asked for a group and this worker has not."""
+        """Whether other workers have requested a group that this worker has not."""
         return any(client not in registration.schemas for registration in self._registrations.values())
 
     def late_clients(self, group: int) -> list[int]:
-        """Workers that have not asked for a group, of which others may have."""
+        """Workers that have not requested a group."""
         registration = self._registrations.get(group)
         asked = {} if registration is None else registration.schemas
         return [client for client in range(self._job.num_clients) if client not in asked]
 
     def take_peer_memory(self, message: Message, segments: list[Segment]) -> None:
-        """Another device has allocated its share of a group."""
+        """Takes the share of a group that another device has allocated."""
         group = int_field(message, "group")
-        if group in self._released:  # it was refused, and all workers have given it up before this came
+        if group in self._released:  # it was refused, and all workers released it before this message
             for segment in segments:
                 segment.close()
             return
@@ -142,12 +142,12 @@ class Registrar:
             own.update((name, next(received)) for name in names)
 
     def advance(self, proxy: _native.Proxy) -> None:
-        """Takes every step that has become possible."""
+        """Performs every action that has become possible."""
         for registration in list(self._registrations.values()):
             self._advance(registration, proxy)
 
     def close(self) -> None:
-        """Gives up the memory of groups that never came to life."""
+        """Frees the memory of groups that never became active."""
         for registration in self._registrations.values():
             registration.close()
 
@@ -197,14 +197,14 @@ class Registrar:
         return f"{device} cannot serve the tensors {registration.schema.name!r}"
 
     def _is_shared(self, registration: Registration) -> bool:
-        """Whether all that the node has once is there."""
+        """Whether all memory that the node holds once exists."""
         is_replicated = self._is_replicated(registration.schema)
         return CONTROL in registration.shared and (
             not is_replicated or REPLICA_CONTROL in registration.shared
         )
 
     def _undoes(self, schema: GroupSchema) -> bool:
-        """Whether a step that not all shards have seen when workers are lost is to be undone."""
+        """Whether to undo a step that not all shards have completed when workers are lost."""
         return self._job.keep_s > 0 and schema.updates_early
 
     def _is_replicated(self, schema: GroupSchema) -> bool:
@@ -224,7 +224,7 @@ class Registrar:
         schema = registration.schema
         check_routes(schema, self._job, is_on_gpu=not self._memory_of(schema).is_mappable)
         if self._job.is_home:
-            # Before the plan is made: that of a tensor beyond all memory would not fit either.
+            # Before building the plan: the plan of a tensor larger than all memory would not fit either.
             self._check_fits(registration)
         plan = schema.partition()
         if self._job.is_home:
@@ -265,7 +265,7 @@ class Registrar:
         )
 
     def _allocate_slots(self, registration: Registration, num_bytes: int) -> dict[tuple[int, int], Segment]:
-        """This device's pieces of the slots of all workers, by worker and place among its pieces."""
+        """This device's pieces of the slots of all workers, by worker and position among its pieces."""
         schema = registration.schema
         registration.pieces = pieces_of_slots(schema, self._job, num_bytes)
         own = {}
@@ -282,13 +282,13 @@ class Registrar:
     def _allocate_tensors(
         self, registration: Registration, memory: DeviceMemory, label: str, num_bytes: int
     ) -> Segment:
-        """Memory for slots, parameters or states; its pages come later where workers reserve them."""
+        """Memory for slots, parameters or states; without pages if workers reserve them later."""
         if registration.is_reserved_later and memory.takes_pages_later:
             return memory.allocate_sparse(label, num_bytes)
         return memory.allocate(label, num_bytes)
 
     def _reserve_log(self, registration: Registration, plan: PartitionPlan) -> None:
-        """Has all shards that can be under way between devices fit into the logs by which these tell each other."""
+        """Ensures that the devices' logs have room for all shards that can be in progress between devices."""
         num_shards = sum(shard.algorithm in ("ring", "exchange", "nccl") for shard in plan.shards)
         num_others = sum(each.num_logged_shards for each in self._registrations.values())
         if num_shards + num_others > _native.RING_LOG_CAPACITY:
@@ -300,21 +300,21 @@ class Registrar:
         registration.num_logged_shards = num_shards
 
     def _memory_of(self, schema: GroupSchema) -> DeviceMemory:
-        """Where the tensors of a group lie."""
+        """The memory of a group's tensors."""
         return HostMemory() if schema.on_host and not self._memory.is_mappable else self._memory
 
     @property
     def _sent_from(self) -> DeviceMemory:
-        """Where what goes to other nodes and comes from them lies: sockets take no memory of a GPU."""
+        """The memory for data to and from other nodes: sockets do not support GPU memory."""
         return self._memory if self._memory.is_mappable else HostMemory()
 
     def _reach_of(self, schema: GroupSchema) -> DeviceMemory:
-        """By which this device reaches all tensors of a group, and what an optimizer keeps for them."""
+        """The memory through which this device reaches all tensors of a group and their optimizer states."""
         keeps_states = self._job.is_home and schema.state_names is not None
         return self._common if keeps_states else self._memory_of(schema)
 
     def _used_of(self, registration: Registration) -> Mapping[str, Segment]:
-        """What this device needs of what the node has once: of GPUs' memory only what it updates or copies."""
+        """The shared segments that this device needs; of GPU memory only those that it updates or copies."""
         shared = registration.shared
         if self._job.keeps_replica and self._is_replicated(registration.schema):
             return shared
@@ -324,7 +324,7 @@ class Registrar:
         return {name: segment for name, segment in used.items() if not segment.gpus}
 
     def _allocate_shared(self, registration: Registration, plan: _native.GroupPlan) -> dict[str, Segment]:
-        """What a node has once for all its workers."""
+        """Allocates the memory that a node holds once for all its workers."""
         schema = registration.schema
         num_bytes = {}
         if schema.state_names is not None:
@@ -359,7 +359,7 @@ class Registrar:
         return allocated
 
     def _allocate_replica(self, registration: Registration, plan: _native.GroupPlan) -> dict[str, Segment]:
-        """What this device keeps once more of what the home device has."""
+        """Allocates this device's replica of the home device's contents."""
         schema = registration.schema
         kept = None if registration.recovered is None else self._replicas.find(schema)
         if kept is not None and kept.updates == registration.recovered:
@@ -378,21 +378,21 @@ class Registrar:
         return allocated
 
     def _check_fits(self, registration: Registration) -> None:
-        """Raises OutOfDeviceMemoryError if a group will not fit when all of it is taken.
+        """Raises OutOfDeviceMemoryError if a group does not fit when all of its pages are allocated.
 
-        A group without an optimizer whose pages come later may never take any: an optimizer's may take its place.
+        If pages come later, a group without an optimizer may never use any: one with an optimizer may replace it.
         """
         schema = registration.schema
         if registration.is_reserved_later and schema.state_names is None and self._common.takes_pages_later:
             return
-        # A slot for each worker of this memory, and what an optimizer keeps.
+        # A slot for each worker of this memory, and optimizer states.
         tensor_bytes = sum(spec.slot_bytes for spec in schema.specs)
         largest = max(spec.slot_bytes for spec in schema.specs)
         slot_bytes = (
             min(tensor_bytes, max(schema.window_bytes, largest)) if schema.window_bytes else tensor_bytes
         )
         num_clients = len(self._job.clients_in_memory)
-        if schema.routes:  # but for what is small
+        if schema.routes:  # except for small tensors
             is_here = [self._job.memories[table.bw_proxy] == self._job.memory for table in schema.routes]
             num_clients = max(1, sum(is_here))
         own = slot_bytes * num_clients
@@ -423,10 +423,10 @@ class Registrar:
                 )
 
     def _sent_bytes(self, schema: GroupSchema, tensor_bytes: int) -> int:
-        """How much this node has of a group for what comes from other nodes and goes there.
+        """Size of a group's buffers on this node for data from and to other nodes.
 
-        A place for what each contributes to the shards that this one owns; where its slots are of a GPU, one for
-        every other shard too.
+        Space for each node's contribution to the shards that this node owns; if slots lie on a GPU, space for every
+        other shard too.
         """
         elsewhere = tensor_bytes * (self._job.num_nodes - 1) // self._job.num_nodes
         return elsewhere if self._memory_of(schema).is_mappable else 2 * elsewhere
@@ -487,7 +487,7 @@ class Registrar:
         )
 
     def _keep(self, registration: Registration) -> None:
-        """Holds on to what the workers of another attempt, or another memory device, may ask for."""
+        """Keeps data that the workers of another attempt, or another memory device, may request."""
         shared, schema = registration.shared, registration.schema
         if self._job.is_home and self._job.keep_s and schema.state_names is not None:
             self._kept.adopt(registration.group, schema, shared)
@@ -499,7 +499,7 @@ class Registrar:
             )
 
     def _answer(self, registration: Registration, client: int, read_only: Mapping[str, Segment]) -> None:
-        """Tells a worker that the group is there, with the memory that it needs of this device."""
+        """Notifies a worker that the group is active, and sends this device's memory for it."""
         message: Message = {"type": "registered", "group": registration.group}
         given = dict(read_only)
         if self._job.is_home:
@@ -519,7 +519,7 @@ class Registrar:
         self._send(client, message, fds)
 
     def _names_to_reserve(self, registration: Registration, client: int) -> list[str]:
-        """What a worker is given of this device whose pages it takes itself."""
+        """Names of this device's memory whose pages the worker reserves itself."""
         if not registration.is_reserved_later:
             return []
         names = []
@@ -530,7 +530,7 @@ class Registrar:
         return names
 
     def _open_slots(self, registration: Registration) -> dict[str, Segment]:
-        """Of the clients of this device, for all workers to read, where they reduce tensors themselves."""
+        """Slots of this device's clients, for all workers to read in direct all-reduce."""
         if not registration.schema.is_open:
             return {}
         return {slots_of(client): registration.slots[client].to_read() for client in self._job.local_clients}
@@ -538,7 +538,7 @@ class Registrar:
     def _add_snapshots(
         self, registration: Registration, plan: _native.GroupPlan
     ) -> _native.SnapshotPool | None:
-        """Has snapshots of a group served here; returns where old versions lie, if this device alone has them."""
+        """Starts to serve a group's snapshots; returns the memory of old versions if only this device has them."""
         schema = registration.schema
         if not self._job.is_home or SNAPSHOT_CONTROL not in registration.shared:
             return None
@@ -548,7 +548,7 @@ class Registrar:
         snapshots = GroupSnapshots(
             schema, plan, registration.shared, memory.tensor_memory(), versions, ranks=ranks
         )
-        # In pages, which small tensors do not fill.
+        # In whole pages, which small tensors do not fill.
         whole_bytes = _native.snapshot_pool_bytes(plan) // _native.SNAPSHOT_PLACES
         available_bytes = self._common.available_bytes() - self._still_to_take(registration, plan)
         limit_bytes = choose_pool_limit(self._job.snapshot_pool_bytes, whole_bytes, max(0, available_bytes))
@@ -557,7 +557,7 @@ class Registrar:
         return versions
 
     def _still_to_take(self, registration: Registration, plan: _native.GroupPlan) -> int:
-        """Bytes of the host's memory that workers have not reserved yet when a group becomes active."""
+        """Bytes of host memory that workers have not yet reserved when a group becomes active."""
         if not registration.is_reserved_later or not self._common.takes_pages_later:
             return 0
         slot_bytes = plan.client_bytes * len(registration.slots)

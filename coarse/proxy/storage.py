@@ -17,8 +17,8 @@ class StoredTensor:
     """A value of one key.
 
     Args:
-        version: 1 for the first value of the key, one more for each later one; 0 if there is none.
-        segment: Its bytes; None if there is none.
+        version: 1 for the first value of the key, one more for each later one; 0 if none was stored.
+        segment: Its bytes; None if none was stored.
     """
 
     version: int
@@ -34,48 +34,48 @@ _NOTHING = StoredTensor(version=0, segment=None)
 
 
 class Storage(Protocol):
-    """What a memory device keeps for its workers. Used from the control thread alone."""
+    """The values that a memory device keeps for its workers. Used from the control thread alone."""
 
     def put(self, key: str, segment: Segment) -> int:
-        """Makes `segment`, which now belongs to the storage, the value of `key`; returns its version.
+        """Makes `segment` the value of `key` and takes ownership of it; returns its version.
 
-        Who has mapped the value before keeps it as it was, and so does every snapshot that refers to it.
+        Processes that have mapped the previous value, and snapshots that refer to it, keep it unchanged.
 
         Raises:
-            OutOfDeviceMemoryError: If a snapshot refers to the value before, and there is no room for old versions;
-                nothing has changed, and the segment stays the caller's.
+            OutOfDeviceMemoryError: If a snapshot refers to the previous value and the pool for old versions is full.
+                Then nothing has changed, and the caller keeps the segment.
         """
 
     def get(self, key: str, snapshot: int = 0) -> StoredTensor:
-        """The newest value of `key`, or the one that a snapshot refers to; version 0 if there is none.
+        """The newest value of `key`, or the one that a snapshot refers to; version 0 if none was stored.
 
         Raises:
-            SnapshotLostError: If there is no such snapshot.
+            SnapshotLostError: If the snapshot does not exist.
         """
 
     def keys(self) -> Iterable[str]:
         """All keys that have a value."""
 
     def snapshot(self) -> int:
-        """Begins a snapshot of all values as they are now; returns its number, from 1 on."""
+        """Begins a snapshot of all current values; returns its number, from 1."""
 
     def release(self, snapshot: int) -> None:
-        """Lets a snapshot go: versions to which no other one refers are freed. Idempotent."""
+        """Releases a snapshot, and frees versions to which no other snapshot refers. Idempotent."""
 
     def close(self) -> None:
-        """Gives all values up. Idempotent."""
+        """Frees all values. Idempotent."""
 
 
 class VersionedStorage:
     """Keeps the newest version of each tensor, and older ones as long as a snapshot refers to them.
 
-    A value is never changed: a new one takes its place. So nobody ever sees half a value, and an old version lives
-    exactly as long as a snapshot refers to it or somebody maps it. Parameters that an optimizer updates in place are
-    no such values; what copies those before an update is native (kernels/include/coarse/snapshot/snapshot.hpp).
+    A value never changes: a new one replaces it. Thus no reader sees half a value, and an old version lives exactly
+    as long as a snapshot refers to it or a process maps it. Parameters that an optimizer updates in place are not
+    such values; native code copies them before an update (kernels/include/coarse/snapshot/snapshot.hpp).
 
     Args:
-        pool_bytes: What old versions may take together. Where they would take more, put() is refused until a
-            snapshot is released: that is the storage's back-pressure, for a control thread cannot wait.
+        pool_bytes: Size limit of all old versions together. Beyond it, put() is refused until a snapshot is released.
+            This is the storage's back-pressure, because a control thread cannot wait.
     """
 
     def __init__(self, pool_bytes: int = sys.maxsize) -> None:
@@ -83,9 +83,11 @@ class VersionedStorage:
         self._values: dict[str, StoredTensor] = {}
         self._snapshots: dict[int, dict[str, StoredTensor]] = {}
         self._last_snapshot = 0
-        self._references: Counter[tuple[str, int]] = Counter()  # of snapshots, to a version of a key
+        self._references: Counter[tuple[str, int]] = (
+            Counter()
+        )  # number of snapshots that refer to a version of a key
         self.old_bytes = 0
-        """What versions take that snapshots alone refer to."""
+        """Bytes of versions that only snapshots refer to."""
 
     def put(self, key: str, segment: Segment) -> int:
         previous = self.get(key)

@@ -1,4 +1,4 @@
-"""How workers put values into the parameter storage of a memory device and look them up."""
+"""Serves workers' requests to store and load values in a memory device's parameter storage."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from coarse.wire.messages import Message, int_field, text_field
 from coarse.wire.segments import Segment
 
 MOST_STORAGE_SNAPSHOTS = 16
-"""That one worker may hold at a time: each may keep a version of every value."""
+"""Limit of concurrent snapshots of one worker: each may keep a version of every value."""
 
 
 class StorageService:
     """Serves the storage messages of docs/design/control-protocol.md. Used from the control thread alone.
 
     Args:
-        memory: Where values lie.
-        send: Answers a worker.
-        storage: Keeps the values; stays the caller's.
+        memory: The memory of the values.
+        send: Sends a reply to a worker.
+        storage: Keeps the values; the caller closes it.
     """
 
     def __init__(self, memory: ValueMemory, send: SendToWorker, storage: Storage) -> None:
@@ -38,7 +38,7 @@ class StorageService:
         self._snapshots: defaultdict[int, set[int]] = defaultdict(set)  # begun and not released, by client
 
     def reserve(self, client: int, message: Message) -> None:
-        """Gives a worker memory to write a new value into."""
+        """Gives a worker memory for a new value."""
         self.forget(client)
         num_bytes = int_field(message, "num_bytes", low=1)
         key = text_field(message, "key")
@@ -51,7 +51,7 @@ class StorageService:
         self._send(client, {"type": "reserved", "extent": segment.extent}, (segment.fd,))
 
     def commit(self, client: int, message: Message) -> None:
-        """The value is written: it becomes the newest version."""
+        """Makes a value that a worker has written the newest version."""
         del message
         if client not in self._reserved:
             raise ProtocolError("commit came without a reservation")
@@ -66,7 +66,7 @@ class StorageService:
         self._send(client, {"type": "committed", "version": version}, ())
 
     def look_up(self, client: int, message: Message) -> None:
-        """Tells the newest version, or that of a snapshot, and shares its bytes, read-only."""
+        """Sends the number and the read-only bytes of the newest version, or of a snapshot's version."""
         try:
             found = self._storage.get(text_field(message, "key"), int_field(message, "snapshot"))
             segment = None if found.segment is None else self._memory.open(found.segment)
@@ -82,7 +82,7 @@ class StorageService:
         segment.close()
 
     def take_snapshot(self, client: int, message: Message) -> None:
-        """Begins a snapshot of all values as they are now; it ends with the worker at the latest."""
+        """Begins a snapshot of all current values, which ends at the latest with the worker."""
         del message
         if len(self._snapshots[client]) >= MOST_STORAGE_SNAPSHOTS:
             error = SnapshotsBusyError(
@@ -96,19 +96,19 @@ class StorageService:
         self._send(client, {"type": "storage_snapshot", "snapshot": snapshot}, ())
 
     def release_snapshot(self, client: int, message: Message) -> None:
-        """A worker needs a snapshot that it has begun no more."""
+        """Releases a snapshot that a worker no longer needs."""
         snapshot = int_field(message, "snapshot")
         if snapshot in self._snapshots[client]:
             self._snapshots[client].remove(snapshot)
             self._storage.release(snapshot)
 
     def forget(self, client: int) -> None:
-        """Takes back what the worker reserved and has not committed."""
+        """Frees memory that the worker has reserved but not committed."""
         if client in self._reserved:
             self._reserved.pop(client)[1].close()
 
     def leave(self, client: int) -> None:
-        """The worker has gone: forget(), and its snapshots are released."""
+        """Handles a worker's leaving: forget(), and releases its snapshots."""
         self.forget(client)
         for snapshot in self._snapshots.pop(client, ()):
             self._storage.release(snapshot)
@@ -117,7 +117,7 @@ class StorageService:
         self._send(client, {"type": "refused", "error": type(error).__name__, "text": str(error)}, ())
 
     def close(self) -> None:
-        """Takes back everything that was reserved and not committed."""
+        """Frees all memory that was reserved but not committed."""
         for client in [*self._reserved, *self._snapshots]:
             self.leave(client)
 

@@ -1,4 +1,4 @@
-"""The workers of a memory device: lets them in, hears them out, notices when they are gone."""
+"""The workers of a memory device: admits them, reads their messages, notices their end."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _HELLO_TIMEOUT_S = 30.0
 
 
 class WorkerConnection:
-    """A connection that may become a worker's: it has to say hello first."""
+    """A connection that becomes a worker's after its hello message."""
 
     def __init__(self, loop: EventLoop, channel: Channel, pid: int) -> None:
         self._loop = loop
@@ -42,11 +42,11 @@ class WorkerConnection:
 
     @property
     def is_unproved(self) -> bool:
-        """Whether it has not said hello, so that it may be anybody's of this user."""
+        """Whether it has not sent hello, so that it may come from any process of this user."""
         return self.client < 0
 
     def send(self, message: Message, fds: Sequence[int] = ()) -> None:
-        """Tells the worker; one that is gone is noticed by its pidfd, one that has left gets what fits."""
+        """Sends a message to the worker, or as much as fits if it has left; its pidfd reports its death."""
         outbox.send(self._loop, self.channel, message, fds)
 
     def close(self) -> None:
@@ -58,36 +58,36 @@ class WorkerConnection:
 
 
 class WorkerHandler(Protocol):
-    """What a memory device does about its workers."""
+    """A memory device's handlers for events of its workers."""
 
     def worker_admitted(self, worker: WorkerConnection) -> None:
-        """It has said hello; worker.client is its number."""
+        """The worker has sent hello; worker.client is its number."""
 
     def worker_asked(self, worker: WorkerConnection, request: Received) -> None:
-        """It asks for something; descriptors that came with it are closed afterwards.
+        """The worker has sent a request; its descriptors are closed afterwards.
 
         Raises:
-            ProtocolError: If it must not.
+            ProtocolError: If the request is not allowed.
         """
 
     def worker_misbehaved(self, worker: WorkerConnection, reason: str) -> None:
-        """It has broken the control protocol, and has to go."""
+        """The worker has violated the control protocol, and must be removed."""
 
     def worker_died(self, worker: WorkerConnection) -> None:
-        """Its process has ended, or closed the connection, without a goodbye."""
+        """The worker's process has ended or closed the connection without a goodbye message."""
 
     def dismissed(self) -> None:
-        """Nobody will come any more."""
+        """No more workers will join."""
 
     def device_replaced(self, device: int, fd: int) -> None:
-        """A worker has started another memory device in the place of one that was lost.
+        """A worker has started another memory device as the replacement of a lost one.
 
         Args:
-            device: Its number.
-            fd: A connected socket to it, which now belongs to the handler.
+            device: Number of the device.
+            fd: A connected socket to the replacement; the handler takes ownership.
 
         Raises:
-            ProtocolError: If it has come too late.
+            ProtocolError: If it is too late for a replacement.
         """
 
 
@@ -95,9 +95,9 @@ class Workers:
     """Every connection of a memory device to a worker. Used from the control thread alone.
 
     Args:
-        job: The device's place in the session; the listening socket now belongs to this object.
+        job: The device's place in the session; this object takes ownership of the listening socket.
         loop: Watches sockets and processes.
-        handler: Decides what becomes of workers.
+        handler: Handles events of workers.
     """
 
     def __init__(self, job: DeviceJob, loop: EventLoop, handler: WorkerHandler) -> None:
@@ -107,57 +107,57 @@ class Workers:
         self._warnings = RareWarnings(logger, f"[md{job.device}]")
         self._acceptor = Acceptor(socket.socket(fileno=job.listen_fd), self._warnings)
         self.socket = OwnSocket(Path(socket_path(job.directory, job.device)))
-        """Where workers connect."""
+        """The socket to which workers connect."""
         self._connections: list[WorkerConnection] = []
         self._admitted: dict[int, WorkerConnection] = {}
-        self._processes: list[int] = []  # pidfds of those that were let in, where another attempt may follow
+        self._processes: list[int] = []  # pidfds of admitted workers, if another attempt may follow
         loop.watch(self._acceptor.fileno(), self._accept)
 
     @property
     def is_complete(self) -> bool:
-        """Whether every worker of the node has been let in."""
+        """Whether every worker of the node has been admitted."""
         return len(self._admitted) == self._job.num_clients
 
     @property
     def is_empty(self) -> bool:
-        """Whether nobody has been let in."""
+        """Whether no worker has been admitted."""
         return not self._admitted
 
     @property
     def have_all_left(self) -> bool:
-        """Whether nobody who was let in is left."""
+        """Whether all admitted workers have left."""
         return all(worker.has_left for worker in self._admitted.values())
 
     @property
     def departed(self) -> set[int]:
-        """Clients that were let in and have left."""
+        """Clients that were admitted and have left."""
         return {client for client, worker in self._admitted.items() if worker.has_left}
 
     def __getitem__(self, client: int) -> WorkerConnection:
-        """A worker that has been let in."""
+        """An admitted worker."""
         return self._admitted[client]
 
     def present(self, clients: Sequence[int]) -> list[WorkerConnection]:
-        """Those of `clients` that have been let in and have not left."""
+        """Those of `clients` that were admitted and have not left."""
         admitted = [self._admitted[client] for client in clients if client in self._admitted]
         return [worker for worker in admitted if not worker.has_left]
 
     def send(self, client: int, message: Message, fds: Sequence[int]) -> None:
-        """Tells a worker that has been let in; does nothing if it is gone."""
+        """Sends a message to an admitted worker; does nothing if it is gone."""
         self._admitted[client].send(message, fds)
 
     def forget(self, worker: WorkerConnection) -> None:
-        """Stops listening to a worker; its connection stays open for what is still to be said."""
+        """Stops reading from a worker; its connection stays open for further messages to it."""
         worker.has_left = True
         for fd in (worker.channel.fileno(), worker.pidfd):
             if fd >= 0:
                 self._loop.unwatch(fd)
 
     def await_ends(self, deadline_s: float) -> bool:
-        """Waits until the processes of all workers that were let in have ended, so that none can write any more.
+        """Waits until the processes of all admitted workers have ended, so that none can write any more.
 
         Returns:
-            Whether they have by `deadline_s` of the monotonic clock.
+            Whether they ended before `deadline_s` of the monotonic clock.
         """
         for process in self._processes:
             poll = select.poll()
@@ -176,7 +176,7 @@ class Workers:
         self.socket.close()
 
     def drop_silent(self) -> None:
-        """Drops connections that have not said hello in time."""
+        """Closes connections that have not sent hello in time."""
         limit_s = time.monotonic() - _HELLO_TIMEOUT_S
         for worker in [each for each in self._connections if each.is_unproved and each.opened_s < limit_s]:
             self._drop(worker, f"said no hello within {_HELLO_TIMEOUT_S:.0f} s")
@@ -199,12 +199,12 @@ class Workers:
         self._loop.watch(connection.fileno(), lambda: self._read(worker))
 
     def _drop(self, worker: WorkerConnection, why: str) -> None:
-        """Closes a connection that has not said hello, and says why."""
+        """Closes a connection that has not sent hello, and sends the reason."""
         self._warnings.warn(f"dropped a connection of process {worker.pid}: {why}")
         self._lose(worker)
 
     def _read(self, worker: WorkerConnection) -> bool:
-        """Serves the next frame of a worker; False if there is none."""
+        """Serves the next frame of a worker; returns False if none has arrived."""
         try:
             received = worker.channel.receive()
             if received is not None:
@@ -217,12 +217,12 @@ class Workers:
         except (EOFError, OSError):
             self._lose(worker)
             return False
-        except Exception as error:  # of one peer; the others are served
+        except Exception as error:  # concerns one peer; serve the others
             self._reject(worker, error)
         return True
 
     def _reject(self, worker: WorkerConnection, error: Exception) -> None:
-        """Does without a peer that sent what cannot be served."""
+        """Removes a peer that sent an invalid message."""
         if worker.is_unproved:
             self._drop(worker, str(error))
         elif isinstance(error, ProtocolError):
@@ -257,14 +257,14 @@ class Workers:
         worker.client = client
         worker.channel.trust()
         self._admitted[client] = worker
-        # A forked child of the worker keeps the socket open, so its closing alone would not tell of the death.
+        # A forked child of the worker keeps the socket open, so watching the socket alone would miss the death.
         with contextlib.suppress(OSError):
             worker.pidfd = os.pidfd_open(worker.pid)
             self._loop.watch(worker.pidfd, lambda: self._bury(worker))
             if self._job.keep_s:
                 self._processes.append(os.dup(worker.pidfd))
         if self._job.keep_s and self.is_complete:
-            self._loop.unwatch(self._acceptor.fileno())  # whoever connects now belongs to the next attempt
+            self._loop.unwatch(self._acceptor.fileno())  # later connections belong to the next attempt
         self._handler.worker_admitted(worker)
 
     def _check_token(self, message: Message) -> None:
@@ -273,7 +273,7 @@ class Workers:
             raise ProtocolError(f"{message['type']} with a wrong token")
 
     def _bury(self, worker: WorkerConnection) -> None:
-        """Hears out what a process said before it ended: it may have been goodbye."""
+        """Reads the last messages of a process that ended: goodbye may be among them."""
         while not worker.has_left and self._read(worker):
             pass
         self._lose(worker)
@@ -290,5 +290,5 @@ class Workers:
 
 
 def _bytes(token: str) -> bytes:
-    # JSON can carry halves of surrogate pairs, which are no characters.
+    # JSON can carry halves of surrogate pairs, which are not characters.
     return token.encode("utf-8", "surrogatepass")

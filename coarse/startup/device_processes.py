@@ -45,8 +45,8 @@ class DeviceProcesses:
         node: Number of this node.
         links: This node's connections to the other nodes.
         emulation: Emulated links; None without emulation.
-        kept_in: An empty directory in which the workers of another attempt can find the devices. The devices then wait
-            for that attempt if workers are lost. None if they end with the workers.
+        kept_in: An empty directory in which the workers of another attempt can find the devices. The devices then
+            wait for that attempt if workers are lost. None if they end with the workers.
         replaces: Lost devices of `kept_in` that the new ones replace; None to start all.
         introduce: Gives a live device a connection to a new one. Receives both device numbers and a descriptor, which
             the caller closes.

@@ -170,7 +170,7 @@ def _choose_table(joining: Joining) -> PartitionTable:
 def _start_missing(
     joining: Joining, table: PartitionTable, emulation: Emulation | None
 ) -> tuple[str, DeviceProcesses | None]:
-    """Starts those memory devices of `table` that were not kept; returns where all listen, and the processes if any."""
+    """Starts the memory devices of `table` that were not kept; returns where all listen, and the processes if any."""
     settings, nodes, node, keeping = joining.settings, joining.nodes, joining.node, joining.keeping
     found = None if keeping is None else find_persistent_devices(keeping, table, settings.replicas)
     if found is not None and not found.lost:
@@ -359,7 +359,7 @@ def _died(device: int) -> str:
 
 
 def _killer(node: NodeDevices, connections: Sequence[DeviceConnection]) -> Callable[[int], None]:
-    """Returns the function by which the node's first worker kills a failed memory device, even of an earlier attempt."""
+    """Returns the function by which the node's first worker kills a failed device, even of an earlier attempt."""
 
     def kill(device: int) -> None:
         if node.processes is None or not node.processes.kill_silent(device):

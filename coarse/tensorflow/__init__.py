@@ -1,4 +1,4 @@
-"""COARSE under TensorFlow and Keras: a tf.distribute.Strategy whose gradients are reduced by memory devices.
+"""COARSE for TensorFlow and Keras: a tf.distribute.Strategy whose gradients are reduced by memory devices.
 
 Example:
     >>> import coarse.tensorflow

@@ -1,4 +1,4 @@
-"""Keras callbacks that write files: workers but the first write nothing, and what that one read is everybody's."""
+"""Keras callbacks that write files: only the first worker writes, and all workers use the data that it reads."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _WRITERS = {
     "CSVLogger": ("on_train_begin", "on_epoch_end", "on_train_end"),
     "TensorBoard": ("set_model", "on_*"),
 }
-"""Methods of each of Keras's callbacks that write; "on_*" for all that are called while training."""
+"""Writing methods of each of Keras's callbacks; "on_*" for all methods called while training."""
 
 
 def guard(callback_classes: Any, strategy_class: Any) -> None:
-    """Has Keras's callbacks that write do so on the first worker alone, for models of a strategy.
+    """Restricts Keras's writing callbacks to the first worker, for models of a strategy.
 
     Args:
         callback_classes: The module keras.callbacks.
-        strategy_class: Of the strategies that it is done for.
+        strategy_class: Class of the affected strategies.
     """
     for name, methods in _WRITERS.items():
         callback_class = getattr(callback_classes, name)
@@ -54,13 +54,13 @@ def _guard(callback_class: Any, method: str, strategy_class: Any) -> None:
 
 
 def share_restored(callback_list_class: Any, strategy_class: Any) -> None:
-    """Has all workers go on from what BackupAndRestore found on the first one, which alone writes.
+    """Makes all workers continue from BackupAndRestore's backup on the first worker, the only one that writes.
 
-    Its folder may be on a disk that others do not see, or may be one of each worker.
+    Its folder may be on a disk that is invisible to other workers, or each worker may have its own.
 
     Args:
         callback_list_class: Keras's CallbackList.
-        strategy_class: Of the strategies for whose models it is done.
+        strategy_class: Class of the affected strategies.
     """
 
     @replaces(callback_list_class, "on_train_begin")
@@ -74,13 +74,13 @@ def share_restored(callback_list_class: Any, strategy_class: Any) -> None:
 
 
 def _has_backup(callbacks: Sequence[Any]) -> bool:
-    """Whether a BackupAndRestore has found weights, perhaps without an epoch: whose first backup was cut off."""
+    """Whether a BackupAndRestore has found weights; an interrupted first backup has no epoch."""
     paths = [path for each in callbacks if (path := getattr(each, "_weights_path", None)) is not None]
     return any(tf.io.gfile.exists(path) for path in paths)
 
 
 def _take_restored(model: Any, operations: Operations, *, has_weights: bool) -> None:
-    """Takes the first worker's epoch and variables if not all workers restored the same, or if not all did."""
+    """Takes the first worker's epoch and variables unless all workers restored the same ones."""
     epoch = -1 if model._initial_epoch is None else model._initial_epoch
     restored = operations.gather(np.array([[epoch, has_weights]])).numpy().tolist()
     if all(each == restored[0] for each in restored):
@@ -88,7 +88,7 @@ def _take_restored(model: Any, operations: Operations, *, has_weights: bool) -> 
     first_epoch, _ = restored[0]
     model._initial_epoch = None if first_epoch < 0 else first_epoch
     variables = [*model.variables, *getattr(model.optimizer, "variables", [])]
-    # By number: names of layers may have other numbers on each worker.
+    # By number, because names of layers may contain different numbers on each worker.
     for number, variable in enumerate(variables):
         what = f"taking variable {number} of {len(variables)} as the first worker restored it"
         variable.assign(operations.broadcast(what, variable.numpy()))

@@ -1,4 +1,4 @@
-"""What the workers of a strategy do together with arrays: reduce, gather and broadcast, by name."""
+"""Named collective operations on arrays by the workers of a strategy: reduce, gather and broadcast."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ _RECORD_BYTES = 512
 _TEXT_BYTES = _RECORD_BYTES - 8
 _CHUNK_BYTES = 128 << 10
 _NUM_CHUNKS = 4
-_MOST_OFFERED = 1024  # registrations of functions about which workers agree at once; the others come later
+_MOST_OFFERED = 1024  # registrations of functions per agreement between workers; the others follow later
 
 DEFAULT_CHANNEL = "exchange"
 
 
 @dataclass(slots=True)
 class _Registration:
-    """What is reduced by one name.
+    """The tensors that are reduced under one name.
 
     Args:
-        group: Its tensors.
-        keys: By which they are reduced.
-        is_of_functions: Whether it was registered for a function; else it stays.
-        graphs: Of the functions that reduce it.
+        group: The tensors.
+        keys: Keys by which they are reduced.
+        is_of_functions: Whether it was registered for a function; otherwise it is never released.
+        graphs: Graphs of the functions that reduce it.
     """
 
     group: TensorGroup
@@ -51,28 +51,29 @@ class _Registration:
 
 
 class Collectives:
-    """Collective operations of the workers of one session. Any thread may call; every worker has to.
+    """Collective operations of the workers of one session. Any thread may call; every worker must.
 
-    Reductions of different names may come in any order, and so may gathers and broadcasts of different channels.
-    Those of one channel have one order, and workers that are at different ones are told what each of them does.
+    Reductions of different names may run in any order, and so may gathers and broadcasts of different channels.
+    Operations of one channel must have the same order on all workers. If workers run different ones, the error names
+    each worker's operation.
 
-    What nobody uses any more is given back when something else is registered, for which all workers come together.
+    Unused registrations are released at the next registration, which synchronises all workers.
 
     Args:
-        session: Of several workers; stays the caller's.
+        session: Session of several workers; the caller still owns it.
     """
 
     def __init__(self, session: Session) -> None:
         self.rank = session.identity.rank
         self.num_workers = session.identity.world_size
         self.writes_for_node = self.rank == session.node_workers[0]
-        """Whether what all workers of the node share is this one's to write."""
+        """Whether this worker writes the memory that all workers of the node share."""
         self._most_workers_of_a_node = session.most_workers_of_a_node
         self._reducer = session.open_async_reducer()
         self._cannot_reduce_rows = session.cannot_reduce_rows()
         self._registrations: dict[tuple[Any, ...], _Registration] = {}
-        self._offers: list[str] = []  # the key by which workers say what they do not use
-        self._dropped: deque[TensorGroup] = deque()  # by any thread, at any time
+        self._offers: list[str] = []  # the key for exchanging unused registrations
+        self._dropped: deque[TensorGroup] = deque()  # appended by any thread, at any time
         self._owners: weakref.WeakSet[Any] = weakref.WeakSet()
         self._num_registered: dict[str, int] = {}
         self._registering = threading.Lock()
@@ -85,20 +86,20 @@ class Collectives:
 
     @property
     def failure(self) -> Exception | None:
-        """What ended everything, once something has."""
+        """The error that ended all operations; None before."""
         return self._reducer.failure
 
     def keys_of(
         self, name: str, op: str, signatures: Sequence[Signature], graphs: Sequence[Any] = ()
     ) -> list[str]:
-        """The key of each tensor of a reduction, which is registered at the first call.
+        """The key of each tensor of a reduction; the first call registers it.
 
         Args:
             name: The same on every worker, for the same reduction.
             op: "sum", "mean" or "max".
-            signatures: Of its tensors.
-            graphs: Of the function that is to reduce them, and those around it. When they are gone on all workers,
-                the keys are too. Whatever is registered without any stays.
+            signatures: Signatures of its tensors.
+            graphs: Graphs of the function that will reduce them, and of enclosing functions. When they are deleted on
+                all workers, the keys are released. Registrations without graphs are never released.
         """
         wanted = (name, op, tuple(signatures))
         return self._registered(wanted, graphs, lambda: self._register(*wanted))
@@ -116,18 +117,18 @@ class Collectives:
     def register_parameters(
         self, name: str, specs: Sequence[TensorSpec], state_names: Sequence[str], owner: Any
     ) -> tuple[TensorGroup, list[str]]:
-        """Registers gradients whose parameters memory devices update; every node's are its first worker's.
+        """Registers gradients whose parameters memory devices update; each node uses its first worker's parameters.
 
         Args:
             name: The same on every worker, for the same parameters.
             specs, state_names: As for Session.register_parameters().
-            owner: What alone asks for updates. When it is gone, the group is given up.
+            owner: The only object that requests updates. When it is deleted, the group is released.
 
         Returns:
             The group, and the key of each gradient.
         """
         if self._owners:
-            gc.collect()  # models refer to themselves, and Python does not know what their optimizers take here
+            gc.collect()  # models have reference cycles, and Python does not see their optimizers' device memory
         with self._registering:
             self._release_unused(f"building {name}")
             group = self._next_group(name)
@@ -146,12 +147,12 @@ class Collectives:
     def key_of_table(
         self, name: str, op: str, dtype: str, num_rows: int, row_elements: int, graphs: Sequence[Any] = ()
     ) -> str:
-        """The key of a table whose rows are reduced, which is registered at the first call; "" if none can be here.
+        """The key of a table whose rows are reduced; the first call registers it; "" if rows are not supported.
 
         Args:
             name: The same on every worker, for the same reduction.
             op: "sum" or "mean".
-            dtype, num_rows, row_elements: Of the table.
+            dtype, num_rows, row_elements: Properties of the table.
             graphs: As for keys_of().
         """
         if self._cannot_reduce_rows or dtype not in UPDATABLE_DTYPES:
@@ -171,7 +172,7 @@ class Collectives:
         """Reduces arrays over all workers; returns new ones.
 
         Raises:
-            CoarseError: If workers or memory devices are lost, or one does not come.
+            CoarseError: If workers or memory devices are lost, or a worker does not participate in time.
         """
         sources = [np.asarray(array, order="C") for array in arrays]
         results = [np.empty(source.shape, source.dtype) for source in sources]
@@ -186,7 +187,7 @@ class Collectives:
         return results
 
     def open_channel(self, channel: str, graphs: Sequence[Any]) -> None:
-        """Registers a channel, which its first use would do too; every worker does so alike.
+        """Registers a channel before its first use, which would do it too; collective.
 
         Args:
             channel: Its name.
@@ -195,10 +196,10 @@ class Collectives:
         self._channel_keys(channel, graphs)
 
     def gather(self, name: str, array: Array, channel: str = DEFAULT_CHANNEL) -> list[Array]:
-        """Every worker's array, by rank. They may differ in their first dimension.
+        """Returns every worker's array, by rank. Arrays may differ in their first dimension.
 
         Raises:
-            SchemaMismatchError: If workers gather different things.
+            SchemaMismatchError: If workers call different operations.
         """
         array = np.asarray(array, order="C")
         row = array.shape[1:]
@@ -219,14 +220,14 @@ class Collectives:
         )
 
     def broadcast(self, what: str, array: Array, channel: str = DEFAULT_CHANNEL) -> Array:
-        """Worker 0's array, on all of them.
+        """Returns worker 0's array on all workers.
 
         Args:
-            what: Says what the workers do, for errors: "creating variable w".
-            array: Of the same shape and dtype on each.
+            what: Name of the operation, for errors: "creating variable w".
+            array: Has the same shape and dtype on each worker.
 
         Raises:
-            SchemaMismatchError: If workers do different things.
+            SchemaMismatchError: If workers call different operations.
         """
         what = f"{what}: {array.dtype}{list(array.shape)}"
         contents = np.zeros(array.nbytes, np.uint8)
@@ -238,7 +239,7 @@ class Collectives:
         return contents.view(array.dtype).reshape(array.shape)
 
     def close(self) -> None:
-        """Ends what is under way with an error. Idempotent."""
+        """Ends running operations with an error. Idempotent."""
         self._reducer.close()
 
     def _registered(
@@ -247,7 +248,7 @@ class Collectives:
         graphs: Sequence[Any],
         register: Callable[[], tuple[TensorGroup, list[str]]],
     ) -> list[str]:
-        """The keys of what is registered as `wanted`, which graphs use from now on."""
+        """The keys of the registration `wanted`, which `graphs` use from now on."""
         with self._registering:
             if wanted not in self._registrations:
                 self._release_unused(f"asking for {wanted[0]}")
@@ -257,10 +258,11 @@ class Collectives:
             return registration.keys
 
     def _release_unused(self, what: str) -> None:
-        """Gives back what nobody uses any more: all workers are about to register the same, and nobody else does.
+        """Releases unused registrations; all workers are about to register the same, and no other thread registers.
 
-        Optimizers are gone on each worker by itself, for none comes again. What a function reduced is used again by
-        whoever traces it anew: it is gone when no worker uses it, which they tell each other.
+        Each worker releases groups of deleted optimizers separately, because these are never used again. Reductions
+        of a function are used again if a worker traces it again. So workers exchange which ones they use, and release
+        those that no worker uses.
         """
         of_functions = [wanted for wanted, each in self._registrations.items() if each.is_of_functions]
         for wanted in self._unused_by_all(of_functions[:_MOST_OFFERED], what):
@@ -268,10 +270,10 @@ class Collectives:
         for _ in range(len(self._dropped)):
             group = self._dropped.popleft()
             if not self._reducer.release(group):
-                self._dropped.append(group)  # a step is under way that used it
+                self._dropped.append(group)  # a running step uses it
 
     def _unused_by_all(self, offered: Sequence[tuple[Any, ...]], what: str) -> list[tuple[Any, ...]]:
-        """Which of them no worker has a function for; all name the same ones, in the order of registration."""
+        """The offered ones for which no worker has a function; all workers pass the same, in registration order."""
         if not offered:
             return []
         if not self._offers:
@@ -294,7 +296,7 @@ class Collectives:
         return registered, [f"{group}/{spec.name}" for spec in specs]
 
     def _next_group(self, name: str) -> str:
-        """Of those of one name, which differ in their tensors; workers come to them in the same order."""
+        """Returns a group name for another set of tensors of `name`; all workers need them in the same order."""
         number = self._num_registered.get(name, 0)
         self._num_registered[name] = number + 1
         return f"{name}#{number}" if number else name
@@ -304,12 +306,12 @@ class Collectives:
             return self._exchanging.setdefault(channel, threading.Lock())
 
     def _channel_keys(self, channel: str, graphs: Sequence[Any] = ()) -> list[str]:
-        """Of what all say, and of the chunks in which contents travel."""
+        """Keys of the exchanged operation names, and of the chunks in which contents are transferred."""
         signatures = [("uint8", self.num_workers * _RECORD_BYTES)] + [("uint8", _CHUNK_BYTES)] * _NUM_CHUNKS
         return self.keys_of(channel, "sum", signatures, graphs)
 
     def _compare(self, channel: str, what: str, number: int) -> list[int]:
-        """Makes sure that all workers do the same; returns the number of each."""
+        """Checks that all workers call the same operation; returns each worker's number."""
         text = what.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
         records = np.zeros((self.num_workers, _RECORD_BYTES), np.uint8)
         records[self.rank] = np.frombuffer(text + number.to_bytes(8, "little"), np.uint8)
@@ -324,7 +326,7 @@ class Collectives:
         return [int.from_bytes(bytes(record[_TEXT_BYTES:]), "little") for record in records]
 
     def _add_up(self, channel: str, contents: Array, what: str) -> None:
-        """Adds up the bytes of all workers, in place; where one has some, the others have zeros."""
+        """Sums the bytes of all workers in place; each byte is non-zero on at most one worker."""
         keys = self._channel_keys(channel)[1:]
         for start in range(0, contents.size, _CHUNK_BYTES * _NUM_CHUNKS):
             requests = []
@@ -348,7 +350,7 @@ class Collectives:
 
 @contextlib.contextmanager
 def _explained(what: str) -> Iterator[None]:
-    """Says in time-outs what this worker was at, and what the others have to do."""
+    """Adds to time-out errors this worker's operation and what other workers must do."""
     try:
         yield
     except SyncTimeoutError as error:
@@ -364,7 +366,7 @@ def can_reduce(dtype: str) -> bool:
 
 
 def add_up(parts: Sequence[Array], op: str) -> Array:
-    """Reduces what was gathered, in the order of the ranks."""
+    """Reduces gathered arrays, in rank order."""
     combine: Callable[[Array, Array], Array] = np.maximum if op == "max" else np.add
     total = parts[0]
     for part in parts[1:]:

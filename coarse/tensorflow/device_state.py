@@ -1,4 +1,4 @@
-"""What optimizers in the memory devices keep for a parameter, as Keras and tf.train.Checkpoint see variables."""
+"""Optimizer states in the memory devices, in the form of variables for Keras and tf.train.Checkpoint."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ FloatArray = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatePlace:
-    """Where a state lies, and what of it differs from Keras's.
+    """The location of a state, and its differences from Keras's.
 
     Args:
         map_memory: Maps its memory, float32 with the parameter's shape, which all workers of the node share.
-        sign: What Keras's value is multiplied with to have the memory devices', and the other way; 1 or -1.
-        writes: Whether this worker's assignments count: those of the node's first one do, and are its node's.
+        sign: Factor between Keras's value and the memory devices', in both directions; 1 or -1.
+        writes: Whether this worker's assignments take effect for its node; only those of the node's first worker do.
     """
 
     map_memory: Callable[[], FloatArray]
@@ -34,15 +34,15 @@ class StatePlace:
 class DeviceState(Trackable):  # type: ignore[misc,unused-ignore]
     """A momentum or moment of a parameter in the memory devices: a variable that is not on this worker.
 
-    It is in its optimizer's `variables` and in checkpoints where Keras's own would be, under the same name, so that
-    files are the same. Read and assigned while no update is under way, as variables are; what a node's first worker
-    assigns is its node's once workers have met, as in the next update.
+    It has the same place and name in its optimizer's `variables` and in checkpoints as Keras's own state, so files
+    are equal. Like a variable, it must be read and assigned while no update is running. Assignments by a node's first
+    worker apply to the node after the workers have synchronised, as in the next update.
 
     Args:
-        name: "momentum", as Keras calls it.
-        variable: The Keras variable that it belongs to.
-        optimizer_name: Of its optimizer.
-        place: Where it lies.
+        name: Keras's name of the state, such as "momentum".
+        variable: The Keras variable to which it belongs.
+        optimizer_name: Name of its optimizer.
+        place: Its location.
     """
 
     trainable = False
@@ -65,7 +65,7 @@ class DeviceState(Trackable):  # type: ignore[misc,unused-ignore]
 
     @property
     def value(self) -> Any:
-        """A tensor of what it is now; in a graph, of what it is whenever that runs."""
+        """A tensor of the current value; in a graph, of the value when the graph runs."""
         if tf.executing_eagerly():
             return tf.constant(self.numpy())
         value = tf.numpy_function(self.numpy, [], tf.float32)
@@ -73,13 +73,13 @@ class DeviceState(Trackable):  # type: ignore[misc,unused-ignore]
         return value
 
     def assign(self, value: Any) -> Any:
-        """Makes `value` the node's if this is its first worker; on other workers nothing happens.
+        """Assigns `value` for the node if this is its first worker; does nothing on other workers.
 
         Args:
-            value: Of the same shape.
+            value: Has the same shape.
 
         Returns:
-            In a graph, the operation that does it.
+            In a graph, the assigning operation.
 
         Raises:
             ValueError: If shapes differ.
@@ -98,7 +98,7 @@ class DeviceState(Trackable):  # type: ignore[misc,unused-ignore]
             )
 
     def _serialize_to_tensors(self) -> dict[str, Any]:
-        # The whole name, as of variables: checkpoints of several devices are written through a graph.
+        # The full device name, as for variables: checkpoints of several devices are written through a graph.
         return {VARIABLE_VALUE_KEY: TensorCallable(lambda: self.value, tf.float32, canonicalize("/CPU:0"))}
 
     def _restore_from_tensors(self, restored_tensors: dict[str, Any]) -> Any:

@@ -1,6 +1,6 @@
-"""Places where Keras 3 looks at the class of a strategy, or not at other workers at all.
+"""Patches for places where Keras 3 checks the class of a strategy, or ignores other workers.
 
-Each is changed for models of coarse.tensorflow.Strategy only, once per process, where Keras has what is known.
+Each patch applies only to models of coarse.tensorflow.Strategy, once per process, if Keras has the expected code.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ _ERROR_OF_GRAPH = re.compile(
     rf"^((?:{'|'.join(each.__name__ for each in CoarseError.__subclasses__())}): .*?)\s*(?:\[\[|\[Op:|\Z)",
     re.DOTALL | re.MULTILINE,
 )
-"""What COARSE says within an error of TensorFlow's, up to the names of nodes."""
+"""COARSE's message within an error of TensorFlow, up to the names of nodes."""
 
 _ADVICE = "Build the model and compile it within `with strategy.scope():`."
 
 
 def apply(strategy_class: Any) -> None:
-    """Changes Keras, unless that was done.
+    """Patches Keras once.
 
     Args:
-        strategy_class: Of the strategies that it is changed for.
+        strategy_class: Class of the affected strategies.
 
     Raises:
-        ImportError: If this Keras has no such places.
+        ImportError: If this Keras lacks the expected code.
     """
     try:
         import keras
@@ -70,7 +70,7 @@ def apply(strategy_class: Any) -> None:
 
 
 def _patch_outputs(trainer: Any, strategy_class: Any) -> None:
-    """What replicas predict, and what they log, Keras puts together for MultiWorkerMirroredStrategy only."""
+    """Merges predictions and logs of replicas, which Keras does only for MultiWorkerMirroredStrategy."""
 
     @replaces(trainer, "reduce_per_replica")
     def reduce_per_replica(original: Any, values: Any, strategy: Any, reduction: str) -> Any:
@@ -84,7 +84,7 @@ def _patch_outputs(trainer: Any, strategy_class: Any) -> None:
 
 
 def _averaged_numbers(logs: Any, strategy: Any) -> Any:
-    """Means over the workers of all floating-point numbers in `logs`, all by one reduction; the rest as it is."""
+    """Replaces all floating-point numbers in `logs` by means over the workers, in one reduction."""
     flat = tf.nest.flatten(logs)
     numbers = [i for i, value in enumerate(flat) if _is_number(value)]
     if not numbers:
@@ -104,10 +104,12 @@ def _is_number(value: Any) -> bool:
 
 
 def _patch_metrics(trainer_class: Any, strategy_class: Any) -> None:
-    """Steps of one's own that are as in Keras's guide return compiled metrics under one name, which Keras takes for
-    none of its metrics: epochs then log what replicas returned last, means of what each made of its own rows.
+    """Logs compiled metrics of custom training steps, and ends epochs with statistics of all workers' rows.
 
-    And an epoch ends with statistics of all workers' rows: before validation, and before callbacks save them.
+    Custom steps written as in Keras's guide return compiled metrics under one name, which Keras does not recognise as
+    one of its metrics. Epochs would then log the replicas' last results: means of each replica's own rows.
+
+    The statistics are averaged before validation, and before callbacks save them.
     """
 
     @replaces(trainer_class, "_get_metrics_result_or_logs")
@@ -122,7 +124,7 @@ def _patch_metrics(trainer_class: Any, strategy_class: Any) -> None:
 
 
 def _patch_shuffling(iterator_class: Any, strategy_class: Any) -> None:
-    """Arrays are shuffled before they are dealt out: with seeds of their own, workers would deal out other rows."""
+    """Gives workers one seed for shuffling arrays, because arrays are shuffled before their rows are distributed."""
 
     @replaces(iterator_class, "__init__")
     def init(
@@ -135,10 +137,10 @@ def _patch_shuffling(iterator_class: Any, strategy_class: Any) -> None:
 
 
 def _patch_training(trainer_class: Any, method: str, strategy_class: Any) -> None:
-    """Models that were built outside of scope() belong to no strategy: Keras trains them on each worker alone.
+    """Warns of models built outside of scope(), which have no strategy: Keras trains them on each worker separately.
 
-    And fit() ends when all workers are through: what callbacks of the first one wrote is there then, and what they
-    removed is gone.
+    Also makes fit() wait for all workers, so that all writes and removals by the first worker's callbacks are
+    complete.
     """
     shows_at = _place_of_verbose(getattr(trainer_class, method))
 
@@ -167,7 +169,7 @@ def _patch_training(trainer_class: Any, method: str, strategy_class: Any) -> Non
 
 @contextlib.contextmanager
 def _told_shortly() -> Iterator[None]:
-    """Removes TensorFlow's traceback of the graph from an error of COARSE, which starts the message then."""
+    """Removes TensorFlow's traceback of the graph from an error of COARSE, so that COARSE's message is first."""
     try:
         yield
     except tf.errors.OpError as error:
@@ -178,13 +180,13 @@ def _told_shortly() -> Iterator[None]:
 
 
 def _place_of_verbose(method: Any) -> int:
-    """How many positional arguments of a method include `verbose`; more than there can be if it has none."""
+    """Number of positional arguments that include `verbose`; larger than any possible number if it has none."""
     names = list(inspect.signature(method).parameters)
     return names.index("verbose") if "verbose" in names else len(names)
 
 
 def _patch_inference(trainer_class: Any, method: str, strategy_class: Any) -> None:
-    """Evaluates and predicts by statistics of all workers' rows, also behind train_on_batch()."""
+    """Evaluates and predicts with statistics of all workers' rows, also after train_on_batch()."""
     shows_at = _place_of_verbose(getattr(trainer_class, method))
 
     @replaces(trainer_class, method)
@@ -203,9 +205,9 @@ def _patch_inference(trainer_class: Any, method: str, strategy_class: Any) -> No
 
 
 def _average_statistics(model: Any, strategy_class: Any) -> None:
-    """Makes what layers gather of the rows they see the mean over the workers. Collective.
+    """Averages the layers' statistics of their rows over the workers. Collective.
 
-    Added up in double precision, weights that are equal stay as they are.
+    Sums are in double precision, so equal weights do not change.
     """
     strategy = model._distribute_strategy
     if not isinstance(strategy, strategy_class) or strategy.num_replicas_in_sync == 1:
@@ -219,9 +221,9 @@ def _average_statistics(model: Any, strategy_class: Any) -> None:
 
 
 def _gathered_weights(model: Any) -> list[Any]:
-    """What layers change without training it, as BatchNormalization its statistics; not what is merely frozen.
+    """Weights that layers change without training, such as BatchNormalization's statistics; not frozen weights.
 
-    Frozen weights, maybe a whole pretrained model, are alike on all workers: they need not travel.
+    Frozen weights, possibly a whole pretrained model, are equal on all workers and need no transfer.
     """
     found = {
         id(weight): weight
@@ -233,7 +235,7 @@ def _gathered_weights(model: Any) -> list[Any]:
 
 
 def _quieted(model: Any, keywords: dict[str, Any], strategy_class: Any) -> dict[str, Any]:
-    """Keywords by which the first worker alone shows progress, unless the others are asked to."""
+    """Keywords that restrict progress output to the first worker, unless the caller passes `verbose`."""
     strategy = model._distribute_strategy
     is_first = not isinstance(strategy, strategy_class) or strategy.rank == 0
     if is_first or keywords.get("verbose", "auto") != "auto":
@@ -265,10 +267,10 @@ def _check_compilable(model: Any) -> None:
 
 
 def _patch_compile(trainer_class: Any, strategy_class: Any) -> None:
-    """What compile() makes to count losses belongs to no strategy where it is called outside of scope().
+    """Runs compile() in the model's strategy: outside of scope(), its loss metrics would have no strategy.
 
     Args:
-        trainer_class: The one that has compile(): Keras takes it for the user's in any other.
+        trainer_class: The class that defines compile(); in any other class, Keras would treat it as the user's.
         strategy_class: As for apply().
     """
 
@@ -287,10 +289,10 @@ def _patch_compile(trainer_class: Any, strategy_class: Any) -> None:
 
 
 def _patch_build(trainer_class: Any, strategy_class: Any) -> None:
-    """Keras takes the first batch in each call, even of models that are built, and averages it over the workers.
+    """Prevents Keras from taking the first batch in each call, even for built models, and averaging it over workers.
 
-    They may have unlike numbers of rows. And a generator loses it, with what tf.data has taken ahead, which is more
-    on one worker than on another: they would go on with other batches, or come to the end after fewer.
+    Workers may have different numbers of rows. Also, a generator loses this batch and those prefetched by tf.data,
+    whose number differs between workers. Workers would continue with different batches, or end after fewer.
     """
 
     @replaces(trainer_class, "_maybe_symbolic_build")
@@ -299,21 +301,21 @@ def _patch_build(trainer_class: Any, strategy_class: Any) -> None:
         if not isinstance(strategy, strategy_class):
             return original(self, iterator, data_batch)
         if _has_no_call(self):
-            return None  # its train_step() makes what it needs, as without a strategy
+            return None  # its train_step() builds the parts, as without a strategy
         with strategy.scope():
             self._symbolic_build(_one_batch(self.name, iterator, strategy), data_batch)
         _check_metrics(self, strategy)
 
 
 def _has_no_call(model: Any) -> bool:
-    """Whether it cannot be called, as models whose train_step() calls their parts."""
+    """Whether the model has no call(), as if its train_step() calls its parts."""
     import keras
 
     return type(model).call is keras.Model.call
 
 
 def _one_batch(model: str, epoch_iterator: Any, strategy: Any) -> Iterator[tuple[int, int, list[Any]]]:
-    """What a model is built by, if it is asked for. Of a generator Keras knows the first batches already."""
+    """Yields one batch for building a model, on request. Keras already has the first batches of a generator."""
     known = getattr(epoch_iterator.data_adapter, "_first_batches", None)
     if known is not None:
         yield 0, 0, known
@@ -344,7 +346,7 @@ def _check_metrics(model: Any, strategy: Any) -> None:
 
 
 def _patch_empty_losses(losses: Any, strategy_class: Any) -> None:
-    """Eagerly, Keras has no loss for no rows, of which the mean is NaN: a worker may have none in a small batch."""
+    """Fixes eager losses without rows, whose mean is NaN in Keras; a worker may have no rows of a small batch."""
 
     @replaces(losses, "reduce_values")
     def reduce_values(
@@ -357,7 +359,7 @@ def _patch_empty_losses(losses: Any, strategy_class: Any) -> None:
 
 
 def _patch_loss_weights(losses: Any, strategy_class: Any) -> None:
-    """Keras gives the mean of each worker's rows the weight of one of so many workers, which may have unlike rows."""
+    """Weights each worker's mean loss by its rows; Keras weights all workers equally, even with different rows."""
 
     @replaces(losses, "scale_loss_for_distribution")
     def scale_loss_for_distribution(original: Any, value: Any) -> Any:
@@ -377,7 +379,7 @@ def _patch_loss_weights(losses: Any, strategy_class: Any) -> None:
 
 
 def _step_of_several(strategy_class: Any) -> Any:
-    """The replica context, in a step of a strategy of several workers; else None."""
+    """The replica context within a step of a strategy with several workers; otherwise None."""
     context = tf.distribute.get_replica_context()
     if context is None or not isinstance(context.strategy, strategy_class):
         return None
@@ -385,9 +387,9 @@ def _step_of_several(strategy_class: Any) -> Any:
 
 
 def _patch_gradients(optimizer_class: Any, strategy_class: Any) -> None:
-    """Shapes of gradients are often not known in graphs whose batches have any size: they are those of variables.
+    """Sets unknown shapes of gradients, common in graphs for any batch size, to those of the variables.
 
-    And outside of strategy.run() nothing is reduced, which is said once of each optimizer.
+    Also warns once per optimizer that nothing is reduced outside of strategy.run().
     """
 
     @replaces(optimizer_class, "_all_reduce_sum_gradients")
@@ -408,9 +410,9 @@ def _patch_gradients(optimizer_class: Any, strategy_class: Any) -> None:
 
 
 def _tell_of_sums(optimizer: Any, context: Any) -> None:
-    """Gradients are added up over the workers, and no loss of Keras's has made its share of this step's.
+    """Warns that gradients are summed over the workers if no Keras loss was scaled in this step.
 
-    An optimizer's first step tells: in later ones the losses may be in functions that were traced then.
+    Checked in an optimizer's first step, because losses of later steps may be in functions traced earlier.
     """
     if getattr(optimizer, "_is_checked_for_sums_by_coarse", False):
         return
@@ -443,7 +445,7 @@ def _tell_of_run(optimizer: Any, strategy_class: Any) -> None:
 
 
 def _patch_loss_scale(optimizer_class: Any, strategy_class: Any) -> None:
-    """Each worker looks at its own gradients: if one has an infinity, and skips the step, the others wait for it."""
+    """Lets workers agree on infinite gradients; if only one worker skipped the step, the others would wait for it."""
 
     @replaces(optimizer_class, "check_finite")
     def check_finite(original: Any, self: Any, grads: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The TensorFlow op that reduces tensors in graphs: built for the installed TensorFlow when it is first needed."""
+"""The TensorFlow op that reduces tensors in graphs; built at first use for the installed TensorFlow."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ _INCLUDE = Path(coarse.kernels.__file__).with_name("include")
 _INTERFACE = _INCLUDE / "coarse" / "async_reducer_interface.h"
 _BUILD_TIMEOUT_S = 300.0
 _UNORDERED = frozenset({"CoarseReduce", "CoarseReduceRows", "CoarseUpdate"})
-"""Stateful ops of which each tf.function runs any number at once, as of TensorFlow's own collectives."""
+"""Stateful ops that each tf.function may run concurrently, as with TensorFlow's own collectives."""
 
 
 class KernelBuildError(CoarseError):
-    """The op could not be built here: there is no compiler, or it refuses."""
+    """The op could not be built: there is no compiler, or it failed."""
 
 
 class ReduceKernel:
     """The op CoarseReduce of one session.
 
     Args:
-        library: As load_library() returns it.
-        collectives: Of the session.
-        number: Tells the sessions of this process apart.
+        library: Result of load_library().
+        collectives: The session's collectives.
+        number: Distinguishes the sessions of this process.
 
     Raises:
-        KernelBuildError: If the library is of another version of COARSE.
+        KernelBuildError: If the library belongs to another version of COARSE.
     """
 
     def __init__(self, library: Path, collectives: Collectives, number: int) -> None:
@@ -62,7 +62,7 @@ class ReduceKernel:
             raise KernelBuildError(f"{library} was built for another version of COARSE; remove it")
 
     def reduce(self, tensors: Sequence[Any], keys: Sequence[str]) -> list[Any]:
-        """Reduces tensors in a graph, each by itself; all have been when the graph has run."""
+        """Reduces tensors in a graph, each separately; all are reduced when the graph has run."""
         results = [
             self._ops.coarse_reduce(contribution=tensor, key=key, endpoint=self._number)
             for tensor, key in zip(tensors, keys, strict=True)
@@ -72,7 +72,7 @@ class ReduceKernel:
         return results
 
     def reduce_rows(self, values: Any, numbers: Any, key: str) -> tuple[Any, Any]:
-        """Reduces rows of a table; returns those of all workers and their numbers, ascending, none twice."""
+        """Reduces rows of a table; returns the rows of all workers and their numbers, ascending without repeats."""
         results = self._ops.coarse_reduce_rows(
             contribution=values, rows=numbers, key=key, endpoint=self._number
         )
@@ -82,12 +82,12 @@ class ReduceKernel:
         return results.result, results.result_rows
 
     def update(self, rule: int, step: Any, updates: Sequence[tuple[str, Any, Any, Any]]) -> list[Any]:
-        """Has parameters updated; returns them, each when it has been.
+        """Updates parameters; returns each once it is updated.
 
         Args:
-            rule: Its number.
+            rule: Number of the update rule.
             step: A scalar of int64; 1 for the first update.
-            updates: Of each parameter the key, the gradient, the value of now and the coefficients.
+            updates: Key, gradient, current value and coefficients of each parameter.
         """
         results = [
             self._ops.coarse_update(
@@ -107,16 +107,16 @@ class ReduceKernel:
         return results
 
     def close(self) -> None:
-        """Has ops that still run fail. Idempotent."""
+        """Makes running ops fail. Idempotent."""
         self._functions.coarse_close_endpoint(self._number)
 
 
 def load_kernel(collectives: Collectives, number: int) -> ReduceKernel | None:
-    """The op, built if it was not yet; None, with a warning, where it cannot be.
+    """Returns the op, and builds it if necessary; returns None with a warning if it cannot be built.
 
     Args:
-        collectives: Of the session.
-        number: Tells the sessions of this process apart.
+        collectives: The session's collectives.
+        number: Distinguishes the sessions of this process.
     """
     try:
         return ReduceKernel(build_library(" ".join(compiler_command()) or "g++"), collectives, number)
@@ -130,10 +130,10 @@ def load_kernel(collectives: Collectives, number: int) -> ReduceKernel | None:
 
 @functools.cache
 def build_library(compiler: str) -> Path:
-    """The shared library of the op, for this TensorFlow; takes half a minute the first time.
+    """Returns the shared library of the op for this TensorFlow; the first call takes half a minute.
 
     Args:
-        compiler: Of C++.
+        compiler: The C++ compiler.
 
     Raises:
         KernelBuildError: If it cannot be built.
@@ -156,7 +156,7 @@ def build_library(compiler: str) -> Path:
 
 
 def _build(command: Sequence[str], links: Sequence[str], library: Path) -> None:
-    """Compiles to a name of its own, which becomes the library's when it is whole."""
+    """Compiles to a temporary file, which is renamed to `library` when it is complete."""
     logger.info("coarse.tensorflow: building %s", library)
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
         built = Path(scratch, library.name)

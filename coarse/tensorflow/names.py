@@ -14,25 +14,25 @@ _NUMBERS = re.compile(r"_\d+")
 
 @dataclass(slots=True)
 class _Seen:
-    """What was met in one graph so far."""
+    """Counts of names and graphs found in one graph so far."""
 
     num_collectives: int = 0
     children: dict[str, list[Any]] = field(default_factory=dict)
 
 
 class CollectiveNames:
-    """Gives each collective operation of a graph a name that does not depend on how often anything was traced.
+    """Names each collective operation of a graph independently of the number of traces.
 
-    It is made of the names of the graphs around the operation, without the numbers that TensorFlow appends, each
-    with its place among those of the same name in the graph around it. So a function that one worker alone traces
-    anew keeps its names.
+    The name consists of the names of the enclosing graphs, without the numbers that TensorFlow appends. Each has its
+    position among the graphs of the same name in its enclosing graph. So a function keeps its names if only one
+    worker traces it again.
     """
 
     def __init__(self) -> None:
         self._seen: weakref.WeakKeyDictionary[Any, _Seen] = weakref.WeakKeyDictionary()
 
     def next(self) -> str:
-        """The name of the operation that is added to the current graph now; "eager" outside of functions."""
+        """Returns a name for the next operation in the current graph; "eager" outside of functions."""
         graph = ops.get_default_graph()
         if not ops.inside_function() or not isinstance(graph, func_graph.FuncGraph):
             return "eager"
@@ -41,7 +41,7 @@ class CollectiveNames:
         return f"{self._name_of(graph)}/{seen.num_collectives - 1}"
 
     def graphs(self) -> list[Any]:
-        """The current graph and those around it; none outside of functions."""
+        """The current graph and its enclosing graphs; none outside of functions."""
         graphs = []
         graph = ops.get_default_graph()
         while ops.inside_function() and isinstance(graph, func_graph.FuncGraph):

@@ -31,8 +31,8 @@ class Operations:
     """Collective operations of the workers of one strategy.
 
     Args:
-        collectives: What does the work.
-        kernel: Does it in graphs, so that tensors overlap with computation and each other; None for Python.
+        collectives: Runs the operations.
+        kernel: Runs them in graphs, so that tensors overlap with computation and each other; None to use Python.
     """
 
     def __init__(self, collectives: Collectives, kernel: ReduceKernel | None) -> None:
@@ -42,12 +42,12 @@ class Operations:
         self._last_calls: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
     def reduce(self, op: str, tensors: Sequence[Any], name: str = "") -> list[Any]:
-        """Adds up tensors over all workers, or averages them.
+        """Sums or averages tensors over all workers.
 
         Args:
-            op: "sum" or "mean"; that of whole numbers is rounded towards zero.
-            tensors: Of the same shapes and dtypes on all workers.
-            name: For what is read outside of functions.
+            op: "sum" or "mean"; a mean of integers is rounded towards zero.
+            tensors: Have the same shapes and dtypes on all workers.
+            name: Name for reductions outside of functions.
         """
         if not tensors:
             return []
@@ -64,14 +64,14 @@ class Operations:
         return [self._narrowed(op, each, tensor) for each, tensor in zip(reduced, tensors, strict=True)]
 
     def reduce_slices(self, op: str, slices: Any) -> Any:
-        """Adds up or averages rows of a table over all workers.
+        """Sums or averages rows of a table over all workers.
 
-        Where memory devices cannot reduce rows, those of all workers are gathered, and what uses them adds up what
-        comes several times.
+        If memory devices cannot reduce rows, the rows of all workers are gathered, and the consumer sums up repeated
+        rows.
 
         Args:
             op: "sum" or "mean".
-            slices: tf.IndexedSlices of a table that has the same shape and dtype on all workers.
+            slices: tf.IndexedSlices of a table with the same shape and dtype on all workers.
         """
         key = self._key_of_table(op, slices)
         if not key:
@@ -83,38 +83,38 @@ class Operations:
 
     @property
     def has_kernel(self) -> bool:
-        """Whether there is the op, without which memory devices cannot update parameters."""
+        """Whether the op is available; memory devices need it to update parameters."""
         return self._kernel is not None
 
     @property
     def rank(self) -> int:
-        """Of this worker."""
+        """Rank of this worker."""
         return self._collectives.rank
 
     @property
     def writes_for_node(self) -> bool:
-        """Whether what all workers of the node share is this one's to write."""
+        """Whether this worker writes the memory that all workers of the node share."""
         return self._collectives.writes_for_node
 
     @property
     def num_workers(self) -> int:
-        """How many there are."""
+        """Number of workers."""
         return self._collectives.num_workers
 
     def register_parameters(
         self, name: str, specs: Sequence[TensorSpec], state_names: Sequence[str], owner: Any
     ) -> tuple[TensorGroup, list[str]]:
-        """As that of Collectives."""
+        """As Collectives.register_parameters()."""
         return self._collectives.register_parameters(name, specs, state_names, owner)
 
     def update(self, rule: int, step: Any, updates: Sequence[tuple[str, Any, Any, Any]]) -> list[Any]:
-        """As that of ReduceKernel."""
+        """As ReduceKernel.update()."""
         assert self._kernel is not None
         with tf.device("/CPU:0"):
             return self._kernel.update(rule, step, updates)
 
     def gather(self, tensor: Any) -> Any:
-        """The tensors of all workers, in the order of their ranks, one behind the other in their first dimension."""
+        """The tensors of all workers, concatenated by rank along their first dimension."""
         name = self._names.next()
         channel = self._channel(name)
 
@@ -132,11 +132,11 @@ class Operations:
         return gathered
 
     def broadcast(self, what: str, tensor: Any) -> Any:
-        """Worker 0's tensor, on all workers.
+        """Returns worker 0's tensor on all workers.
 
         Args:
-            what: Says what the workers do, for errors.
-            tensor: Of the same shape and dtype on each.
+            what: Name of the operation, for errors.
+            tensor: Has the same shape and dtype on each worker.
         """
         with tf.device("/CPU:0"):
             tensor = tf.convert_to_tensor(tensor)
@@ -180,7 +180,7 @@ class Operations:
         def reduce(*arrays: Array) -> list[Array]:
             return self._collectives.reduce(name, op, arrays)
 
-        if ops.inside_function():  # graphs run in orders of their own, in which workers could not register
+        if ops.inside_function():  # graphs run in different orders, in which workers could not register
             full = [tensor for tensor in tensors if tensor.shape.num_elements()]
             signatures = [(each.dtype.name, each.shape.num_elements()) for each in full]
             self._collectives.keys_of(name, op, signatures, self._names.graphs())
@@ -201,7 +201,7 @@ class Operations:
         return results
 
     def _reduce_of_any_shape(self, name: str, op: str, number: int, tensor: Any) -> Any:
-        """For tensors whose shape is not known before they are there: all are gathered, and added up here."""
+        """Reduces a tensor whose shape is unknown before it is computed: gathers all workers' and sums them here."""
 
         channel = self._channel(f"{name}, {number}")
 
@@ -221,14 +221,14 @@ class Operations:
         return channel
 
     def _call(self, function: Callable[..., Any], tensors: Sequence[Any]) -> list[Any]:
-        """Calls a function of arrays: now, or whenever the graph runs, in the order in which it was built."""
+        """Calls a function of arrays: now, or at each run of the graph, in the order of construction."""
         if not ops.inside_function():
             results = function(*(_array_of(tensor) for tensor in tensors))
             return [
                 tf.convert_to_tensor(each) for each in (results if isinstance(results, list) else [results])
             ]
         graph = ops.get_default_graph()
-        # Calls block the threads of TensorFlow: in different orders, workers would wait for each other.
+        # Calls block TensorFlow's threads, so with different orders workers would wait for each other.
         last = self._last_calls.get(graph)  # its name: the operation itself would keep the graph
         with tf.control_dependencies([] if last is None else [graph.get_operation_by_name(last)]):
             results = tf.numpy_function(

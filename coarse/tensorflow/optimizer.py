@@ -26,20 +26,21 @@ _METHODS = ("build", "_backend_update_step", "_apply_weight_decay", "_trackable_
 
 
 def DistributedOptimizer(optimizer: Any) -> Any:  # noqa: N802 (takes the place of a class, as torch's does)
-    """Has the memory devices run a Keras optimizer, where its state then lies once for all workers of the node.
+    """Runs a Keras optimizer in the memory devices, which store one copy of its state for all workers of the node.
 
     Gradients go to the memory devices, which update the parameters by their sum over the workers; each worker gets
-    the updated parameters. What is assigned to a variable in between counts: the value of a node's first worker is
-    what is updated next. Clipping, gradient accumulation, moving averages, loss scaling and learning-rate schedules
-    are Keras's own. Saved models and checkpoints have the state, as Keras writes it, and load with or without COARSE.
+    the updated parameters. Assignments to a variable between updates take effect: the next update starts from the
+    value of a node's first worker. Clipping, gradient accumulation, moving averages, loss scaling and learning-rate
+    schedules are Keras's own. Saved models and checkpoints include the state in Keras's format, and load with or
+    without COARSE.
 
     Args:
         optimizer: keras.optimizers.SGD, Adam or AdamW, built within strategy.scope(), or a LossScaleOptimizer around
-            one. Others, and where memory devices cannot run optimizers, stay on the workers, with a warning that
-            says why.
+            one. Other optimizers stay on the workers, with a warning that gives the reason. So do all optimizers if
+            memory devices cannot run them.
 
     Returns:
-        `optimizer` itself, to be given to model.compile() or used in a loop of one's own.
+        `optimizer` itself, for model.compile() or a custom loop.
 
     Raises:
         ValueError: If it was not built within the scope of a coarse.tensorflow.Strategy.
@@ -75,12 +76,12 @@ def DistributedOptimizer(optimizer: Any) -> Any:  # noqa: N802 (takes the place 
 
 
 class OffloadedUpdates:
-    """What takes the place of methods of one Keras optimizer, as long as memory devices run it.
+    """Replaces methods of one Keras optimizer while memory devices run it.
 
     Args:
-        optimizer: From now on a part of its methods are those of this object.
-        rule: What it does.
-        operations: Of its strategy.
+        optimizer: The optimizer, some of whose methods are replaced by this object's.
+        rule: The optimizer's update rule.
+        operations: Operations of its strategy.
     """
 
     def __init__(self, optimizer: Any, rule: UpdateRule, operations: Operations) -> None:
@@ -90,13 +91,13 @@ class OffloadedUpdates:
         self._group: Any = None
         self._keys: list[str] = []
         self._has_told_of_rows = False
-        for name in _METHODS:  # not by the optimizer's own __setattr__, which would track what it is given
+        for name in _METHODS:  # bypasses the optimizer's own __setattr__, which would track the value
             object.__setattr__(optimizer, name, getattr(self, name.removeprefix("_")))
         if optimizer.built:
             self._take_over()
 
     def build(self, variables: Sequence[Any]) -> None:
-        """As the optimizer's, but its states are made in the memory devices. Collective."""
+        """As the optimizer's build(), but creates the states in the memory devices. Collective."""
         if self._optimizer.built:
             return
         if reason := _cannot_hold(variables):
@@ -109,7 +110,7 @@ class OffloadedUpdates:
         self._track_states(variables)
 
     def backend_update_step(self, grads: Sequence[Any], trainable_variables: Any, learning_rate: Any) -> None:
-        """Has the memory devices update variables; returns, in a graph, when they are to be assigned."""
+        """Updates variables in the memory devices and assigns the results."""
         self._tell_of_rows(grads)
         variables = [getattr(variable, "value", variable) for variable in trainable_variables]
         rate = tf.cast(tf.convert_to_tensor(learning_rate), tf.float32)
@@ -135,7 +136,7 @@ class OffloadedUpdates:
             variable.assign(value)
 
     def _tell_of_rows(self, grads: Sequence[Any]) -> None:
-        """Says once, on the first worker, which gradients come as rows and go as whole tensors."""
+        """Logs once, on the first worker, which gradients arrive as rows and are transferred as whole tensors."""
         tables = [each for each in grads if isinstance(each, tf.IndexedSlices)]
         if not tables or self._has_told_of_rows or self._operations.rank != 0:
             return
@@ -154,10 +155,10 @@ class OffloadedUpdates:
         )
 
     def apply_weight_decay(self, variables: Sequence[Any]) -> None:
-        """Nothing: it is a part of the update."""
+        """Does nothing: weight decay is part of the update."""
 
     def trackable_children(self, save_type: str = SaveType.CHECKPOINT, **kwargs: Any) -> dict[str, Any]:
-        """As the optimizer's; a SavedModel, whose functions must run elsewhere, has no states."""
+        """As the optimizer's; a SavedModel has no states, because its functions must run without memory devices."""
         kind = type(self._optimizer)
         children: dict[str, Any] = kind._trackable_children(self._optimizer, save_type, **kwargs)
         if save_type == SaveType.SAVEDMODEL:
@@ -179,7 +180,7 @@ class OffloadedUpdates:
         )
 
     def _track_states(self, variables: Sequence[Any]) -> None:
-        """Puts states where Keras's optimizer has its own, which restores what a checkpoint has for them."""
+        """Tracks states in place of the Keras optimizer's own, which also restores them from a checkpoint."""
         states = {
             (index, number): self._state(index, number, variable)
             for index, variable in enumerate(variables)
@@ -206,7 +207,7 @@ class OffloadedUpdates:
         return DeviceState(self._rule.state_names[number], variable, self._optimizer.name, place)
 
     def _take_over(self) -> None:
-        """Moves the state that the optimizer has to the memory devices."""
+        """Moves the optimizer's existing state to the memory devices."""
         variables = list(self._optimizer._trainable_variables)
         if reason := _cannot_hold(variables):
             self._give_back()
@@ -220,12 +221,12 @@ class OffloadedUpdates:
             variable.assign(value)
 
     def _forget_states(self) -> None:
-        """Has Keras's optimizer keep no states itself."""
+        """Removes the Keras optimizer's own states."""
         optimizer = self._optimizer
         for attribute in self._rule.state_attributes:
             for state in getattr(optimizer, attribute, []):
                 optimizer._untrack_variable(state)
-        # TensorFlow writes no checkpoint of a list from which something was removed: it gets a new one.
+        # A new list, because TensorFlow cannot write a checkpoint of a list from which an element was removed.
         is_variable, kept = optimizer._tracker.config["variables"]
         with DotNotTrackScope():
             optimizer._variables = list(kept)
@@ -241,12 +242,12 @@ def _has_states(child: Any) -> bool:
 
 
 def _packed(coefficients: dict[str, Any]) -> Any:
-    """Coefficients as the op takes them."""
+    """Coefficients in the op's format."""
     return tf.stack([tf.cast(coefficients.get(name, 0.0), tf.float32) for name in COEFFICIENTS])
 
 
 def _cannot_hold(variables: Sequence[Any]) -> str:
-    """Why memory devices cannot have these parameters; "" if they can."""
+    """The reason why memory devices cannot hold these parameters; "" if they can."""
     for variable in variables:
         if tf.as_dtype(variable.dtype) != tf.float32:
             return (

@@ -1,4 +1,4 @@
-"""Functions of another package that are called in a way of one's own, once per process."""
+"""Replaces functions of another package, once per process."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _MARK = "_is_replaced_by_coarse"
 
 
 def replaces(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
-    """Has a function take the place of `owner.name`, unless one has already.
+    """Returns a decorator that replaces `owner.name` by a function, unless it was replaced before.
 
     Args:
         owner: A class or module.
-        name: Of its function, which the new one is given before its arguments.
+        name: Name of its function. The new function receives the original one as its first argument.
     """
     original = getattr(owner, name)
 

@@ -1,4 +1,4 @@
-"""Files of models: any worker may save, without the others, or several under one name at once: the last is whole."""
+"""Atomic model files: any worker may save alone, or several under one name at once; the last file is complete."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from coarse.tensorflow.replacing import replaces
 
 
 def write_whole_files(strategy_class: Any) -> None:
-    """Has model.save(), save_weights() and keras.saving write beside a file and then take its place, once.
+    """Patches model.save(), save_weights() and keras.saving, once: they write a temporary file and then rename it.
 
     Args:
-        strategy_class: Of the strategies for whose models that is done.
+        strategy_class: Class of the affected strategies.
     """
     from keras.src.legacy.saving import legacy_h5_format
     from keras.src.saving import saving_lib
@@ -41,14 +41,14 @@ def _write_whole(module: Any, name: str, strategy_class: Any) -> None:
         folder, file = os.path.split(os.path.abspath(filepath))
         with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-", ignore_cleanup_errors=True) as beside:
             returned = original(model, os.path.join(beside, file), *arguments, **keywords)
-            # Several where weights are sharded, and then the last one names the others.
+            # Sharded weights have several files; the last one names the others.
             for name in sorted(os.listdir(beside), key=lambda each: (each.endswith(".json"), each)):
                 os.replace(os.path.join(beside, name), os.path.join(folder, name))
         return returned
 
 
 def _is_file_of_folder(path: Any, keywords: dict[str, Any]) -> bool:
-    """Whether one file is saved, in a folder that there is."""
+    """Whether a single file is saved, in an existing folder."""
     if not isinstance(path, str | os.PathLike) or "://" in str(path) or keywords.get("zipped") is False:
         return False
     return os.path.isdir(os.path.dirname(os.path.abspath(path)))

@@ -1,4 +1,4 @@
-"""One COARSE session per strategy: how its workers find each other, which TensorFlow does not help with."""
+"""One COARSE session per strategy, and its rendezvous, because TensorFlow has none to offer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def join_session(launch: Launch, number: int) -> Session:
     """Joins the session of this process's `number`-th strategy.
 
     Raises:
-        RendezvousError: If workers are missing, there twice, or do not agree.
+        RendezvousError: If workers are missing, present twice, or do not agree.
     """
     settings = Settings.from_environment()
     name = f"tensorflow{number}"
@@ -40,7 +40,7 @@ def join_session(launch: Launch, number: int) -> Session:
     )
 
 
-# Global because worker 0 can serve its address only once, however many strategies there are; forks have none.
+# Global because worker 0 can serve its address only once for all strategies; forks have no store.
 _STORES: dict[tuple[int, Address], tuple[SocketStore, StoreServer | None]] = {}
 
 
@@ -59,7 +59,7 @@ def _store_of_process(launch: Launch, settings: Settings) -> SocketStore:
 
 
 def _shut_door(launch: Launch) -> None:
-    """Lets nobody into the store any more: all workers are there, and each of them has one connection."""
+    """Closes the store to new connections, after all workers have connected once each."""
     assert launch.address is not None
     if (server := _STORES[os.getpid(), launch.address][1]) is not None:
         server.shut_door()

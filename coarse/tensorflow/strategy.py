@@ -37,21 +37,22 @@ _OPS = {reduce_util.ReduceOp.SUM: "sum", reduce_util.ReduceOp.MEAN: "mean"}
 
 
 class Strategy(tf.distribute.Strategy):  # type: ignore[misc,unused-ignore]
-    """Takes the place of tf.distribute.MultiWorkerMirroredStrategy, with its scope() and run(), and model.fit().
+    """Replaces tf.distribute.MultiWorkerMirroredStrategy, with scope(), run() and model.fit().
 
-    One process per worker, started by `coarse run`, mpirun or srun, with torchrun's variables or a TF_CONFIG; without
-    any of these it is the only worker, says so, and reduces nothing. Variables that are created in scope() start with
-    worker 0's values. All workers get one global random seed, so that they shuffle alike before data is dealt out;
-    pass `seed` to choose it.
+    Each worker is one process, started by `coarse run`, mpirun or srun, with torchrun's variables or a TF_CONFIG.
+    Without any of these, it is the only worker, logs this, and reduces nothing. Variables created in scope() start
+    with worker 0's values. All workers get one global random seed, so that they shuffle equally before data is
+    distributed; pass `seed` to choose it.
 
     Args:
-        device: Of this worker; the GPU of its local rank if there is one, else the CPU.
-        communication_options: tf.distribute.experimental.CommunicationOptions, of which `timeout_seconds` counts: how
-            long workers wait for each other once all are there. By default COARSE_TIMEOUT_S.
-        seed: For tf.random.set_seed() on all workers; worker 0's counts. By default worker 0's, or a new one.
+        device: Device of this worker; default: the GPU of its local rank if it exists, otherwise the CPU.
+        communication_options: tf.distribute.experimental.CommunicationOptions; only `timeout_seconds` is used: how
+            long workers wait for each other once all have joined. By default COARSE_TIMEOUT_S.
+        seed: For tf.random.set_seed() on all workers; worker 0's is used. By default worker 0's current seed, or a
+            new one.
 
     Raises:
-        RendezvousError: If workers are missing, there twice, or do not agree.
+        RendezvousError: If workers are missing, present twice, or do not agree.
         OutOfDeviceMemoryError, MemoryDeviceLostError: If memory devices cannot start.
     """
 
@@ -88,7 +89,7 @@ class Strategy(tf.distribute.Strategy):  # type: ignore[misc,unused-ignore]
 
     @property
     def rank(self) -> int:
-        """Which of the workers this process is."""
+        """Rank of this worker."""
         return self._coarse_session.identity.rank
 
     @property
@@ -120,7 +121,7 @@ class Strategy(tf.distribute.Strategy):  # type: ignore[misc,unused-ignore]
         self._coarse_session.close(is_finished=is_finished)
 
     def _close_at_exit(self, owner_pid: int) -> None:
-        if os.getpid() == owner_pid:  # a fork inherits exit handlers, and none of the threads
+        if os.getpid() == owner_pid:  # a fork inherits exit handlers, but no threads
             self.close(is_finished=getattr(sys, "last_value", None) is None)
 
 
@@ -128,10 +129,10 @@ class _ReplicaContext(distribute_lib.ReplicaContext):  # type: ignore[misc,unuse
     """One step of one worker.
 
     Args:
-        strategy: It is part of.
-        rank: Of this worker.
-        rows: A variable that holds how many rows this worker was dealt; None where the step has none. Functions that
-            were traced in an earlier step read those of this one.
+        strategy: The strategy of the step.
+        rank: Rank of this worker.
+        rows: A variable with the number of this worker's rows; None if the step has no rows. Functions traced in an
+            earlier step read the value of the current step.
     """
 
     _is_for_updates = False
@@ -144,14 +145,14 @@ class _ReplicaContext(distribute_lib.ReplicaContext):  # type: ignore[misc,unuse
 
     @property
     def has_weighed_a_loss(self) -> bool:
-        """Whether this step has asked for row_fraction()."""
+        """Whether this step has called row_fraction()."""
         return bool(self._fractions)
 
     def row_fraction(self) -> Any:
         """This worker's rows over those of all workers: the weight of its mean in the mean of all rows.
 
-        Collective at its first call in each function of a step; branches and loops of a function share the value.
-        A float32 scalar; one of so many workers where the step has no rows.
+        The first call in each function of a step is collective; branches and loops of a function share the value.
+        A float32 scalar; 1 / (number of workers) if the step has no rows.
         """
         graph = self._function_graph()
         if graph not in self._fractions:
@@ -160,7 +161,7 @@ class _ReplicaContext(distribute_lib.ReplicaContext):  # type: ignore[misc,unuse
         return self._fractions[graph]
 
     def _function_graph(self) -> Any:
-        """The graph of the function that is traced now, or of the loop within which the step began; None outside."""
+        """The graph of the function being traced, or of the loop within which the step began; None outside."""
         if not ops.inside_function():
             return None
         graph = ops.get_default_graph()
@@ -177,9 +178,9 @@ class _ReplicaContext(distribute_lib.ReplicaContext):  # type: ignore[misc,unuse
 
     @contextlib.contextmanager
     def reducing_for_updates(self) -> Iterator[None]:
-        """Has nobody differentiate what is reduced, for as long as this is entered.
+        """Makes reductions within the context not differentiable.
 
-        TensorFlow keeps what can be, with its whole graph, until the process ends.
+        TensorFlow keeps differentiable ones, with their whole graph, until the process ends.
         """
         self._is_for_updates = True
         try:
@@ -199,7 +200,7 @@ class _ReplicaContext(distribute_lib.ReplicaContext):  # type: ignore[misc,unuse
 
 
 class CoarseExtended(OneDeviceExtended):  # type: ignore[misc,unused-ignore]
-    """What tf.distribute asks of a strategy, for one replica in each of several processes."""
+    """tf.distribute's interface of a strategy, for one replica in each of several processes."""
 
     def __init__(self, strategy: Strategy, device: str, session: Session, number: int) -> None:
         self._identity = session.identity
@@ -223,7 +224,7 @@ class CoarseExtended(OneDeviceExtended):  # type: ignore[misc,unused-ignore]
                 self._rows = tf.Variable(0, dtype=tf.int64, trainable=False, name="rows_of_step")
 
     def _kernel_of_all(self, own: ReduceKernel | None) -> ReduceKernel | None:
-        """The op, if every worker has it: by which the others reduce depends on it. Collective."""
+        """Returns the op if every worker has it, because all workers must reduce in the same way. Collective."""
         assert self._collectives is not None
         has_it = self._collectives.gather("op", np.array([own is not None], np.int32))
         lacking = [rank for rank, (has,) in enumerate(has_it) if not has]
@@ -244,7 +245,7 @@ class CoarseExtended(OneDeviceExtended):  # type: ignore[misc,unused-ignore]
             self._collectives.close()
 
     def _cannot_update(self) -> str:
-        """Why memory devices cannot run optimizers of this strategy; "" if they can."""
+        """The reason why memory devices cannot run optimizers of this strategy; "" if they can."""
         if self._operations is None:
             return "a job of one worker has no memory devices"
         if not self._operations.has_kernel:
@@ -267,7 +268,7 @@ class CoarseExtended(OneDeviceExtended):  # type: ignore[misc,unused-ignore]
 
     @contextlib.contextmanager
     def _common_seed(self) -> Iterator[None]:
-        """Has tf.random's global seed be that of the first worker, which has one, for as long as this is entered."""
+        """Sets tf.random's global seed to the first worker's within the context."""
         if self._collectives is None:
             yield
             return
@@ -288,9 +289,9 @@ class CoarseExtended(OneDeviceExtended):  # type: ignore[misc,unused-ignore]
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Has nothing wait for other workers: for what only some of them do, such as saving and callbacks that write.
+        """Prevents waiting for other workers within the context, for actions of some workers only, such as saving.
 
-        Variables that are made start with this worker's values, and those that are read over all workers give this
+        New variables start with this worker's values, and variables that are read over all workers return this
         worker's share.
         """
         before, self._is_alone = self._is_alone, True
@@ -300,15 +301,15 @@ class CoarseExtended(OneDeviceExtended):  # type: ignore[misc,unused-ignore]
             self._is_alone = before
 
     def _meet(self, what: str) -> None:
-        """Waits until all workers are here.
+        """Waits until all workers have called it.
 
         Args:
-            what: Says what they do, for errors.
+            what: Name of the operation, for errors.
         """
         if self._collectives is not None:
             self._collectives.broadcast(what, np.zeros(0, np.uint8))
 
-    # ---- who there is ----
+    # ---- workers and devices ----
 
     @property
     def _num_replicas_in_sync(self) -> int:
@@ -350,7 +351,7 @@ class CoarseExtended(OneDeviceExtended):  # type: ignore[misc,unused-ignore]
             return fn(*distribute_utils.select_replica(0, args), **distribute_utils.select_replica(0, kwargs))
 
     def _rows_of(self, arguments: Any) -> Any:
-        """The variable, which now holds the number of rows among a step's arguments; None if they have no rows."""
+        """Returns the variable, set to the number of rows of a step's arguments; None if they have no rows."""
         rows = None if self._rows is None else _num_rows(arguments)
         if rows is None:
             return None
@@ -477,13 +478,13 @@ class CoarseExtended(OneDeviceExtended):  # type: ignore[misc,unused-ignore]
 
 
 def _first_workers(operations: Operations, kwargs: dict[str, Any]) -> Callable[[], Any]:
-    """Worker 0's initial value, made when it is asked for."""
+    """Returns a function that computes worker 0's initial value."""
     initial_value, dtype = kwargs.get("initial_value"), kwargs.get("dtype")
     name = kwargs.get("name") or "without a name"
 
     def value() -> Any:
         own = initial_value() if callable(initial_value) else initial_value
-        own = getattr(own, "wrapped_value", own)  # of a checkpoint that is restored on creation
+        own = getattr(own, "wrapped_value", own)  # if a checkpoint is restored on creation
         tensor = tf.convert_to_tensor(own, dtype=dtype)
         if tensor.dtype in (tf.string, tf.resource, tf.variant):
             return tensor
@@ -493,7 +494,7 @@ def _first_workers(operations: Operations, kwargs: dict[str, Any]) -> Callable[[
 
 
 def _num_rows(arguments: Any) -> Any:
-    """The first dimension of the first argument that has one, an int64 scalar; None if none has."""
+    """The first dimension of the first argument that has one, as an int64 scalar; None if no argument has one."""
     for each in tf.nest.flatten(distribute_utils.select_replica(0, arguments), expand_composites=False):
         if isinstance(each, tf.RaggedTensor):
             return tf.cast(each.nrows(), tf.int64)
@@ -511,10 +512,10 @@ def _require_per_worker(options: Any) -> None:
 
 
 def _in_memory_of_its_own(dataset: Any) -> Any:
-    """The same elements, none of them in memory of numpy, as those of from_generator() may be.
+    """Returns a dataset with the same elements, copied out of numpy's memory, as from_generator() may use it.
 
-    TensorFlow deals out slices of batches, and takes the memory of a slice for its own: gradients would be written
-    into the arrays of whoever made the batch. Batches of known size were put together by TensorFlow.
+    TensorFlow distributes slices of batches and reuses a slice's memory, so gradients would overwrite the arrays of
+    the generator. TensorFlow itself has assembled batches of known size, so these need no copy.
     """
     if tf.get_static_value(compute_batch_size(dataset)) != -1:
         return dataset
@@ -527,21 +528,21 @@ def _copied(value: Any) -> Any:
     return value
 
 
-_open_strategies: weakref.WeakSet[Strategy] = weakref.WeakSet()  # of several workers
+_open_strategies: weakref.WeakSet[Strategy] = weakref.WeakSet()  # those with several workers
 _num_strategies = 0
 
 
 def _next_number() -> int:
-    """Counts the strategies of this process, alike on all workers, to tell their sessions apart."""
+    """Counts the strategies of this process, equally on all workers, to distinguish their sessions."""
     global _num_strategies
     _num_strategies += 1
     return _num_strategies - 1
 
 
 def _cluster_resolver(session: Session) -> Any:
-    """What tells libraries who is first: that of TF_CONFIG, or all as tasks "worker", numbered by rank.
+    """The cluster resolver that shows libraries the first worker: TF_CONFIG's, or tasks "worker" numbered by rank.
 
-    Without a TF_CONFIG nobody serves TensorFlow's own protocol: addresses are names.
+    Without a TF_CONFIG, no process serves TensorFlow's own protocol, and addresses are only names.
     """
     identity = session.identity
     if is_of_tensorflow(process_environment()):

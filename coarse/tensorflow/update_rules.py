@@ -1,4 +1,4 @@
-"""Which of Keras's optimizers memory devices can run, and the coefficients of their rules in a graph."""
+"""Keras's optimizers that memory devices can run, and the coefficients of their rules in a graph."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COEFFICIENTS = (
     "second_weight",
     "epsilon",
 )
-"""Fields of CoarseUpdateSettings that the op CoarseUpdate takes, in its order."""
+"""Fields of CoarseUpdateSettings for the op CoarseUpdate, in its order."""
 
 
 class UpdateRule(Protocol):
@@ -29,35 +29,35 @@ class UpdateRule(Protocol):
 
     @property
     def number(self) -> Rule:
-        """Of sync cores."""
+        """The sync cores' rule."""
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """Of what is kept for each parameter, in the order of the native rule."""
+        """Names of each parameter's states, in the order of the native rule."""
 
     @property
     def state_attributes(self) -> tuple[str, ...]:
-        """Of Keras's optimizer, those that list each state of all parameters."""
+        """Attributes of Keras's optimizer that list each state of all parameters."""
 
     @property
     def state_signs(self) -> tuple[float, ...]:
-        """What Keras's value of a state is multiplied with to have the native rule's, and the other way."""
+        """Factor between Keras's value of each state and the native rule's, in both directions."""
 
     def coefficients(self, learning_rate: Any, step: Any) -> dict[str, Any]:
-        """Those that are not zero, for gradients that are added up over the workers.
+        """The non-zero coefficients, for gradients summed over the workers.
 
         Args:
-            learning_rate: A scalar of float32, in which Keras computes them too.
-            step: The same; 1 for the first update.
+            learning_rate: A float32 scalar; Keras computes coefficients in float32, too.
+            step: A float32 scalar; 1 for the first update.
         """
 
     def saved_order(self, num_parameters: int) -> list[tuple[int, int]]:
-        """Parameter and number of each state, in the order in which Keras saves them."""
+        """Parameter and number of each state, in Keras's order of saving."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SgdRule:
-    """keras.optimizers.SGD, whose momentum has the learning rate in it, and is subtracted."""
+    """keras.optimizers.SGD, whose momentum includes the learning rate and is subtracted."""
 
     momentum: float
     number: Rule
@@ -81,7 +81,7 @@ class SgdRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamRule:
-    """keras.optimizers.Adam and AdamW, with epsilon beside the uncorrected moment."""
+    """keras.optimizers.Adam and AdamW; epsilon is added to the uncorrected moment."""
 
     beta_1: float
     beta_2: float
@@ -108,7 +108,7 @@ class AdamRule:
 
 
 def find_rule(optimizer: Any) -> UpdateRule | None:
-    """The rule that does what `optimizer` does; None if there is none, as for a class derived from Keras's."""
+    """The rule equivalent to `optimizer`; None if there is none, as for a subclass of Keras's optimizers."""
     kind = type(optimizer)
     if kind is keras.optimizers.SGD:
         if not optimizer.momentum:

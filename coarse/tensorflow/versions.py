@@ -1,4 +1,4 @@
-"""Which versions of TensorFlow and Keras this package was tested with."""
+"""Tested versions of TensorFlow and Keras."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ SUPPORTED = ("2.21",)
 
 
 def check_version(version: str) -> None:
-    """Raises ImportError for a TensorFlow that was not tested; names those that were.
+    """Raises ImportError for an untested version of TensorFlow; names the tested ones.
 
     Args:
         version: tf.__version__.

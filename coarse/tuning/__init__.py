@@ -1,4 +1,4 @@
-"""Fits a running session to its machine: measures its links, times its steps, and plans again while it trains.
+"""Adapts a running session to its machine: measures its links, times its steps, and plans again while it trains.
 
-What follows from a measurement is said by `coarse.profiler`.
+`coarse.profiler` computes plans from the measurements.
 """

@@ -1,4 +1,4 @@
-"""What the workers of a group agree on of its first steps: how long they took, and when tensors were ready."""
+"""Timings of a group's first steps, agreed on by all workers: durations, and when tensors were ready."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from coarse.client.tensor_group import TensorGroup
 
 TIMED_STEPS = 3
-"""Whole steps from which T_FP and T_BP are taken, after one that only starts the clock."""
+"""Whole steps from which T_FP and T_BP are computed, after one step that only starts the clock."""
 
 
 class Clock(Protocol):
@@ -27,13 +27,13 @@ class Clock(Protocol):
 
 
 class FirstSteps:
-    """Steps that were timed on every worker; each method is called by all of them alike, between two steps.
+    """Steps that were timed on every worker; all workers call each method between the same two steps.
 
     Args:
-        clock: Of this worker, with TIMED_STEPS steps.
-        group: Whose steps they were; has a meeting.
-        is_first: Whether this is the worker whose order of pushing counts: others may have pushed in another one.
-        time_dilation: How many real seconds one of the emulated machine's lasts.
+        clock: This worker's clock, with TIMED_STEPS steps.
+        group: The group of the steps; has a node barrier.
+        is_first: Whether this worker's order of pushes counts; others may have pushed in another order.
+        time_dilation: Real seconds for each second of the emulated machine.
     """
 
     def __init__(
@@ -45,11 +45,11 @@ class FirstSteps:
         self._dilation = time_dilation
 
     def slowest(self, seconds: Sequence[float]) -> list[float]:
-        """Of each time that of the worker for which it is longest."""
+        """The largest value of each time over all workers."""
         return self._group.meeting.largest(seconds)
 
     def medians_s(self) -> tuple[float, float, float]:
-        """Seconds of the forward pass, the backward pass and the whole step, of the slowest worker each."""
+        """Seconds of the forward pass, the backward pass and the whole step, each of the slowest worker."""
         forward_s, backward_s, step_s = self.slowest(
             [each / self._dilation for each in self._clock.medians_s()]
         )
@@ -62,7 +62,7 @@ class FirstSteps:
         return [int(tensor) for tensor in order]
 
     def ready_s(self, order: Sequence[int], backward_s: float) -> dict[int, float]:
-        """When each tensor is ready in the backward pass, on the slowest worker and none before those before it."""
+        """When each tensor is ready in the backward pass, on the slowest worker; never decreases along `order`."""
         by_tensor = [0.0] * len(order)
         for tensor, ready_s in zip(self._clock.order, self._clock.ready_s(), strict=True):
             by_tensor[tensor] = ready_s / self._dilation
@@ -72,6 +72,6 @@ class FirstSteps:
 
 
 def shards_in_order(tensors: Sequence[int], tensors_of_shards: Sequence[int]) -> list[int]:
-    """Shards in the order in which they are pushed with their tensors."""
+    """Shards in the order in which their tensors are pushed."""
     position = {tensor: position for position, tensor in enumerate(tensors)}
     return sorted(range(len(tensors_of_shards)), key=lambda shard: position[tensors_of_shards[shard]])

@@ -1,5 +1,5 @@
-"""Dual synchronisation of workers on GPUs: the memory devices reduce some shards of a step, NCCL between the workers'
-GPUs all others (COARSE paper, section III-F; docs/design/planning.md).
+"""Dual synchronisation of workers on GPUs: memory devices reduce some shards of a step, and NCCL between the workers'
+GPUs reduces the others (COARSE paper, section III-F; docs/design/planning.md).
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ logger = logging.getLogger(__name__)
 class GpuDualSync:
     """Watches the first steps of one tensor group, then splits its shards between memory devices and NCCL.
 
-    Like Replanner it works between two steps, after the same one on every worker. A split does change results: NCCL
-    adds in an order of its own.
+    Like Replanner it works between two steps, after the same step on every worker. A split changes results: NCCL
+    adds in its own order.
 
     Args:
-        session: Of the group.
-        group: Whose tensors are on a GPU, on every worker.
-        gpu: That of this worker, by UUID.
-        mode: "auto", or bytes that go to the memory devices.
+        session: The group's session.
+        group: A group whose tensors are on a GPU, on every worker.
+        gpu: UUID of this worker's GPU.
+        mode: "auto", or the number of bytes for the memory devices.
     """
 
     def __init__(self, session: TunedSession, group: TensorGroup, *, gpu: str, mode: str) -> None:
@@ -44,7 +44,7 @@ class GpuDualSync:
         self._mode = parse_mode(mode)
         self._clock: StepClock | None = None
         self.decisions: list[str] = []
-        """What was decided, a line each."""
+        """Decisions, one line each."""
         group.nccl.is_claimed = True
         group.open_node_barrier()
         group.watch(self._pushed, self._step_done)
@@ -56,12 +56,12 @@ class GpuDualSync:
         self._clock.pushed(tensors)
 
     def _step_done(self, contributors: Sequence[int]) -> None:
-        """Everything of a step has been pulled, by every worker alike."""
+        """Called when every worker has pulled all tensors of a step."""
         if self._clock is None:
             return  # nothing was pushed
         self._clock.pulled_all()
         if max(contributors) < self._group.num_workers or self._clock.num_steps < TIMED_STEPS:
-            return  # a worker that has run out of inputs comes later than the others
+            return  # a worker that has run out of inputs is later than the others
         self._group.watch(None, None)
         if self._session.identity.rank == 0:
             logger.info("[w0] timing NCCL between the workers against memory devices")
@@ -77,7 +77,7 @@ class GpuDualSync:
             self._split(steps, communicator, times)
 
     def _cannot_split(self) -> str:
-        """Why this worker's tensors are all for the memory devices; "" if they need not be."""
+        """Why memory devices must reduce all of this worker's tensors; "" if they need not."""
         assert self._clock is not None
         if sorted(self._clock.order) != list(range(len(self._group.specs))):
             return "not all of its tensors are pushed in a step"
@@ -121,7 +121,7 @@ class GpuDualSync:
                 timeout_s=session.settings.timeout_s,
                 check_others=session.check_others,
             )
-        except _native.NcclError as error:  # of every worker
+        except _native.NcclError as error:  # every worker gets it
             raise RefusedError(str(error)) from error
 
     def _decide(self, text: str) -> None:

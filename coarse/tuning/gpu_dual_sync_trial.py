@@ -1,5 +1,5 @@
-"""Which of two ways between GPUs is how fast, through the memory devices or by NCCL between the workers, tried before
-tensors are divided between them (COARSE paper, section III-F; docs/design/planning.md).
+"""Measures two ways between GPUs, through memory devices and by NCCL between workers, before tensors are divided
+between them (COARSE paper, section III-F; docs/design/planning.md).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _TRIAL = [
     TensorSpec(name=f"half {i}", dtype="float32", num_elements=(16 << 20) // 4, op="mean") for i in range(2)
 ]
-_NUM_TRIALS = 5  # of which the first is not counted
+_NUM_TRIALS = 5  # the first is a warm-up and is not counted
 _TRIAL_LIMIT_S = 30.0
 
 _Result = TypeVar("_Result")
@@ -38,10 +38,10 @@ class TrialTimes:
     """Seconds of a push and a pull of `num_bytes` by all workers.
 
     Args:
-        num_bytes: Of each worker.
-        by_devices: Everything through the memory devices.
-        by_workers: Everything by NCCL.
-        by_both: One half each, at once.
+        num_bytes: Bytes of each worker.
+        by_devices: Time of all bytes through the memory devices.
+        by_workers: Time of all bytes by NCCL.
+        by_both: Time of one half each way, at once.
     """
 
     num_bytes: int
@@ -50,10 +50,10 @@ class TrialTimes:
     by_both: float
 
     def costs(self) -> SyncCosts:
-        """Of a byte on either way; and of links that both use, where both together take longer than the slower half.
+        """Costs per byte of either way, and of shared links if both together take longer than the slower half.
 
-        With a and g seconds a byte, halves that use nothing in common take max(a, g) n / 2, halves that use the same
-        (a + g) n / 2. In between lies a link that is at both for the same share of their times.
+        With a and g seconds per byte, halves that share no link take max(a, g) n / 2; halves that share all links
+        take (a + g) n / 2. Between these, a shared link is busy for the same share of both ways' times.
         """
         devices, workers = self.by_devices / self.num_bytes, self.by_workers / self.num_bytes
         share = min(1.0, 2 * self.by_both / (self.by_devices + self.by_workers))
@@ -62,7 +62,7 @@ class TrialTimes:
         )
 
     def describe(self) -> str:
-        """In words."""
+        """The times in words."""
         return (
             f"{self.num_bytes >> 20} MiB took {self.by_devices * 1e3:.2f} ms through the memory devices, "
             f"{self.by_workers * 1e3:.2f} ms by NCCL between the workers, {self.by_both * 1e3:.2f} ms half and half"
@@ -70,7 +70,7 @@ class TrialTimes:
 
 
 class RefusedError(Exception):
-    """Why nothing is split, on every worker."""
+    """Raised on every worker: the reason why nothing is split."""
 
 
 def check_all(session: TunedSession, reason: str) -> None:
@@ -81,10 +81,10 @@ def check_all(session: TunedSession, reason: str) -> None:
 
 
 def measure_both_ways(session: TunedSession, communicator: _native.NcclCommunicator, gpu: str) -> TrialTimes:
-    """Times both ways alone, and both at once; every worker calls it alike, and gets the same.
+    """Times both ways alone, and both at once; every worker calls it and gets the same times.
 
     Raises:
-        RefusedError: If memory devices or GPUs have no room for it, or NCCL fails.
+        RefusedError: If memory devices or GPUs have too little memory, or NCCL fails.
     """
     try:
         group = session.register_trial("trial of dual synchronisation", _TRIAL, gpu)
@@ -109,13 +109,14 @@ def measure_both_ways(session: TunedSession, communicator: _native.NcclCommunica
 
 
 class _Trial:
-    """One worker's end of it. Its methods are called by all workers alike, and fail on all or on none.
+    """One worker's part of the trial. All workers call its methods together, and these fail on all or on none.
 
     Args:
-        session: Of the workers.
-        group: Of _TRIAL; to be closed before this goes, which has the memory of its tensors.
-        communicator: Of the workers.
-        gpu: That of this worker, by UUID.
+        session: The workers' session.
+        group: The group of _TRIAL. Close it before this object is freed, because this object holds the memory of its
+            tensors.
+        communicator: The workers' communicator.
+        gpu: UUID of this worker's GPU.
     """
 
     def __init__(
@@ -131,10 +132,10 @@ class _Trial:
         self._num_pushed = 0
 
     def open(self) -> None:
-        """Takes memory for the tensors.
+        """Allocates memory for the tensors.
 
         Raises:
-            RefusedError: If a worker has none, or its GPU cannot push from it.
+            RefusedError: If a worker has too little memory, or its GPU cannot push from it.
         """
 
         def take() -> None:
@@ -148,10 +149,10 @@ class _Trial:
         self._together(take)
 
     def time_splits(self) -> list[float]:
-        """Seconds of this worker by memory devices, by NCCL, and half and half.
+        """This worker's seconds by memory devices, by NCCL, and half and half.
 
         Raises:
-            RefusedError: If something fails on a worker.
+            RefusedError: If any worker fails.
         """
         tensor_of = self._group.tensors_of_shards()
         every = range(len(tensor_of))
@@ -161,20 +162,22 @@ class _Trial:
         return seconds
 
     def end_unfinished(self) -> None:
-        """Has no worker wait for another one's contribution, after an error of whichever."""
+        """Completes pending tensors after an error, so that no worker waits for another's contribution."""
         counts = [int(each) for each in gather_bytes(self._session, str(self._num_pushed).encode())]
         with contextlib.suppress(CoarseError):
             if self._num_pushed < max(counts):
-                self._group.pull_all(self._limit_s)  # what others have gone on from is complete
+                self._group.pull_all(
+                    self._limit_s
+                )  # tensors that other workers have completed are complete here
                 for tensor in range(len(_TRIAL)):
                     self._group.push(tensor, present=False)
             self._group.pull_all(self._limit_s)
 
     def _together(self, work: Callable[[], _Result]) -> _Result:
-        """What this worker's work returns.
+        """Returns the result of this worker's `work`.
 
         Raises:
-            RefusedError: If it has failed on any worker.
+            RefusedError: If it fails on any worker.
         """
         reason = ""
         try:
@@ -185,14 +188,14 @@ class _Trial:
         return result
 
     def _least_seconds(self, own: Sequence[int]) -> float:
-        """Of several exchanges with these shards by NCCL, of which the first is not counted."""
+        """The shortest of several exchanges with these shards by NCCL; does not count the first."""
         self._group.nccl.use(self._communicator, own)
         seconds = [self._exchange() for _ in range(_NUM_TRIALS)]
         self._group.nccl.settle()
         return min(seconds[1:])
 
     def _exchange(self) -> float:
-        """Seconds of one, which begins when the one before has ended on all workers."""
+        """Seconds of one exchange, which starts when the previous one has ended on all workers."""
         (stream,), transfers = self._streams, self._group.gpu
         assert transfers is not None
         addresses = [memory.address for memory in self._memories] or [0] * len(_TRIAL)  # 0 for the slot

@@ -1,4 +1,4 @@
-"""T_FP and T_BP of a job on a GPU, as the GPU has them (COARSE paper, section III-F)."""
+"""T_FP and T_BP of a job on a GPU, measured by the GPU (COARSE paper, section III-F)."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from coarse.tuning.step_clock import StepClock
 
 
 class GpuStepClock(StepClock):
-    """As StepClock, by events of the GPU: the processor is ahead of what the GPU computes.
+    """Like StepClock, by GPU events, because the processor runs ahead of the GPU.
 
     At the end of each step the processor waits for the GPU.
 
     Args:
-        context: Of the GPU.
+        context: Context of the GPU.
         current_stream: Handle of the stream that computes, in the calling thread.
     """
 

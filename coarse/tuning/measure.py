@@ -1,6 +1,6 @@
-"""Measures the links of a running session, by all of its workers together (COARSE paper, section III-E).
+"""Measures the links of a running session with all of its workers (COARSE paper, section III-E).
 
-How, and why so: docs/design/profiling.md.
+Method and reasons: docs/design/profiling.md.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ SIZES = tuple(4096 << power for power in range(15))
 
 DEFAULT_BUDGET_S = 2.5
 MOST_REPEATS = 31
-"""Beyond these a median gains nothing that a machine would keep."""
+"""Most repeats: more would not improve a median reproducibly."""
 
 _LEAST_REPEATS = 2
-"""Of the paths that routes are planned from: one repeat tells nothing of its own spread."""
+"""Least repeats of the paths from which routes are planned: one repeat shows no spread."""
 
 _FEW_REPEATS = 3
-"""Of a path that is timed again while training: enough to leave out one that the scheduler delayed."""
+"""Repeats of a path that is timed during training: enough to exclude one that the scheduler delayed."""
 
 _MEMORY_FRACTION = 0.5
-"""Probes leave the other half of the memory that is available to whoever else needs it meanwhile."""
+"""Share of the available memory for probes; the rest is left for other users."""
 
 Progress = Callable[[float], None]
-"""Takes the part of all measuring that is done, from 0 to 1."""
+"""Receives the completed fraction of the measurement, from 0 to 1."""
 
 Repeats = dict[PathId, dict[int, list[float]]]
 """Times in microseconds, by path and size."""
@@ -66,15 +66,15 @@ Repeats = dict[PathId, dict[int, list[float]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasurePlan:
-    """What to measure, the same on every worker.
+    """The sizes and time of a measurement, the same on every worker.
 
     Args:
-        sizes: In bytes.
-        budget_s: How long measuring may take. One repeat of each path and size is taken whatever it takes, a second
-            one of both directions at once, and at most the same time again where repeats leave a route in doubt.
+        sizes: Sizes in bytes.
+        budget_s: Time limit of the measurement. One repeat of each path and size, and a second one of both directions
+            at once, ignore the limit. If repeats leave a route in doubt, at most the same time again is added.
 
     Raises:
-        ValueError: If there are no sizes, one is out of range or there twice, or the budget is negative.
+        ValueError: If `sizes` is empty, a size is out of range or given twice, or the budget is negative.
     """
 
     sizes: tuple[int, ...] = SIZES
@@ -92,19 +92,19 @@ class MeasurePlan:
 def measure_profile(
     session: TunedSession, plan: MeasurePlan | None = None, *, progress: Progress | None = None
 ) -> Profile:
-    """Measures all paths of this node; every worker calls it alike, while nothing else is under way.
+    """Measures all paths of this node; every worker calls it, while the session does no other work.
 
     Workers take turns, so that each path is measured alone. Each worker returns the same profile, bit for bit.
 
     Args:
-        session: Of at least two workers.
-        plan: What to measure.
+        session: A session of at least two workers.
+        plan: Sizes and time limit.
         progress: Called on the worker whose turn it is.
 
     Raises:
-        OutOfDeviceMemoryError: If there is too little memory even for the smallest probes.
+        OutOfDeviceMemoryError: If memory is too small even for the smallest probes.
         WorkerLostError, MemoryDeviceLostError, SyncTimeoutError: As while waiting for a tensor.
-        ValueError: If the session has one worker only: there is no link.
+        ValueError: If the session has only one worker, and thus no link.
     """
     plan = plan or MeasurePlan()
     table = session.partition_table
@@ -115,11 +115,11 @@ def measure_profile(
     probes = session.open_probes(max(sizes))
     paths = paths_of_worker(number, table)
     repeats: Repeats = {}
-    for turn in range(session.most_workers_of_a_node):  # nodes measure side by side
+    for turn in range(session.most_workers_of_a_node):  # nodes measure at the same time
         if turn == number:
             share_s = plan.budget_s / table.num_workers
             meter = LinkMeter(probes, {path: transfers_of(path, table) for path in paths}, share_s)
-            if session.emulation is None:  # emulated links hide what the host does meanwhile
+            if session.emulation is None:  # other work of the host does not affect emulated links
                 meter.touch(max(sizes))
             repeats = meter.measure(sizes, _part_of(progress, turn, table.num_workers))
             meter.settle(number, table.local_device(number), session.is_emulated, most_s=share_s)
@@ -132,7 +132,7 @@ def measure_profile(
 
 
 def paths_of_worker(number: int, table: PartitionTable) -> list[PathId]:
-    """The paths that one worker measures: its own, and its share of those between memory devices."""
+    """The paths that one worker measures: its own, and its share of the paths between memory devices."""
     own = [
         PathId(kind=kind, source=number, target=device)
         for kind in (PUSH, PULL, BOTH)
@@ -153,12 +153,12 @@ def paths_of_worker(number: int, table: PartitionTable) -> list[PathId]:
 
 
 def transfers_of(path: PathId, table: PartitionTable) -> list[Probe]:
-    """The probes of one path, which are under way together."""
+    """The concurrent probes of one path."""
     if path.kind == WORKERS:
         local = table.local_device(path.source)
         return [Probe(kind=ProbeKind.BETWEEN_WORKERS, device=local, target=path.target)]
     if path.kind == DEVICES:
-        # A device without workers has no slots; then anybody's do, since only emulated links know the difference.
+        # A device without workers has no slots. Then use any worker's: only emulated links differ, by endpoint.
         owner = next(iter(table.devices[path.target].workers), 0)
         return [
             Probe(kind=ProbeKind.BETWEEN_DEVICES, device=path.source, target=path.target, slot_owner=owner)
@@ -170,15 +170,16 @@ def transfers_of(path: PathId, table: PartitionTable) -> list[Probe]:
 def time_paths(
     session: TunedSession, probes: LinkProbes, cells: Mapping[PathId, Sequence[int]]
 ) -> dict[PathId, dict[int, float]]:
-    """Times some paths of this node's workers anew; every worker calls it alike, between two steps.
+    """Times some paths of this node's workers again; every worker calls it between the same two steps.
 
     Args:
-        session: Of at least two workers.
-        probes: Of this worker, for the largest of all sizes.
-        cells: The sizes in bytes by path, the same on every worker: from workers to memory devices or back, or both.
+        session: A session of at least two workers.
+        probes: This worker's probes, large enough for all sizes.
+        cells: The sizes in bytes by path, the same on every worker. Paths lead from workers to memory devices, back,
+            or both.
 
     Returns:
-        Microseconds of few repeats, the fastest of emulated links and the median of others, by path and size; the
+        Microseconds by path and size, from a few repeats: the fastest for emulated links, the median for others. The
         same on every worker of the node.
     """
     table = session.partition_table
@@ -204,7 +205,7 @@ def time_paths(
 
 
 def gather_bytes(session: TunedSession, own: bytes) -> list[bytes]:
-    """What each worker of the job gives, by rank; every worker calls it alike."""
+    """The bytes that each worker of the job passes, by rank; every worker calls it."""
     rank, world_size = session.identity.rank, session.identity.world_size
     lengths = np.zeros(world_size, dtype=np.int64)
     lengths[rank] = len(own)
@@ -217,7 +218,7 @@ def gather_bytes(session: TunedSession, own: bytes) -> list[bytes]:
 
 
 class LinkMeter:
-    """Takes one worker's repeats within its share of the time."""
+    """Measures one worker's repeats within its share of the time."""
 
     def __init__(
         self, probes: LinkProbes, transfers: Mapping[PathId, Sequence[Probe]], share_s: float
@@ -230,7 +231,7 @@ class LinkMeter:
         self._repeats: Repeats = {path: {} for path in transfers}
 
     def measure(self, sizes: Iterable[int], progress: Progress) -> Repeats:
-        """Equal time for every size, but one repeat at least; then always the size that has had the least so far."""
+        """Measures at least one repeat of every size, then always the size that has had the least time so far."""
         ordered = sorted(sizes)
         for size in ordered:
             self._take(size, progress)
@@ -247,15 +248,15 @@ class LinkMeter:
         return self._repeats
 
     def _pays(self, size: int, left_s: float) -> bool:
-        """Whether one more repeat of a size fits into the time that is left, and tells anything new."""
+        """Whether one more repeat of a size fits into the remaining time and adds information."""
         num_passes = len(next(iter(self._repeats.values()))[size])
         return num_passes < MOST_REPEATS and self._spent_s[size] / num_passes <= left_s
 
     def settle(self, worker: int, local_device: int, is_emulated: bool, *, most_s: float) -> None:
-        """Repeats both directions at once where too few repeats, or their spread, leave a route in doubt.
+        """Repeats both directions at once if too few repeats, or their spread, leave a route in doubt.
 
-        Beyond the second repeat it takes `most_s` seconds at most, and MOST_REPEATS of a size. The routing table says
-        which routes are still in doubt then.
+        After the second repeat, takes at most `most_s` seconds and MOST_REPEATS of a size. The routing table states
+        which routes remain in doubt.
         """
         both = [path for path in self._transfers if path.kind == BOTH and path.source == worker]
         for size in {size for path in both for size in self._repeats[path]}:
@@ -271,7 +272,7 @@ class LinkMeter:
                 self._repeat(both, size)
 
     def touch(self, largest_bytes: int) -> None:
-        """Has every page of every slot mapped by whoever will copy it, which else would count as time of a link."""
+        """Maps every page of every slot in the process that will copy it, so that links' times exclude mapping."""
         for path, probes in self._transfers.items():
             if path.kind not in (PUSH, PULL):
                 self._probes.time_s(probes, largest_bytes)
@@ -301,9 +302,9 @@ def _part_of(progress: Progress | None, turn: int, num_turns: int) -> Progress:
 
 
 def _affordable_sizes(session: TunedSession, table: PartitionTable, sizes: Sequence[int]) -> list[int]:
-    """The sizes for which there is memory, as the worker that sees the least of it says."""
+    """The sizes that fit into memory, according to the worker with the least available memory."""
     available = least_available_bytes(table)
-    # Two slots of every worker, and an end at every memory device.
+    # Two slots of every worker, and a buffer at every memory device.
     most = np.array([-available * _MEMORY_FRACTION / (2 * table.num_workers + table.num_devices)])
     session.all_reduce(most, op="max")
     affordable = [size for size in sizes if size <= -most[0]]
@@ -316,7 +317,7 @@ def _affordable_sizes(session: TunedSession, table: PartitionTable, sizes: Seque
 
 
 def summarise(times_us: Mapping[int, Sequence[float]], is_emulated: bool) -> Curve:
-    """The curve of all repeats, by size: of emulated links the fastest ones, of others the medians."""
+    """The curve over sizes: the fastest repeat for emulated links, the median for others."""
     return Curve.from_fastest(times_us) if is_emulated else Curve.from_repeats(times_us)
 
 
@@ -330,7 +331,7 @@ def _rows(repeats: Repeats, is_emulated: bool) -> list[list[Any]]:
 def _profile(
     shares: Sequence[Any], table: PartitionTable, emulation: Emulation | None, plan: MeasurePlan
 ) -> Profile:
-    """The profile of what the workers of this node have measured, by client number."""
+    """The profile from the measurements of this node's workers, by client number."""
     curves: dict[PathId, Curve] = {}
     for share in shares:
         for kind, source, target, points in share["curves"]:
@@ -340,20 +341,20 @@ def _profile(
                     for nbytes, time_us, spread_us, count in points
                 )
             )
-    # Workers may be granted different processors; the first one's view of the host is the key.
+    # Workers may have different processors; the first worker's view of the host forms the key.
     key = profile_key(table, shares[0]["host"], emulation)
     return Profile(
         kind=MEASURED if emulation is None else EMULATED,
         key=key,
         time_budget_s=plan.budget_s,
-        # On a host all of it passes the same memory.
+        # On a host, all transfers cross the same memory.
         paths_share_links=emulation is None or paths_share_links(emulation.links, key.local_devices),
         curves={path: _no_slower_than_both(path, curve, curves) for path, curve in curves.items()},
     )
 
 
 def _no_slower_than_both(path: PathId, curve: Curve, curves: Mapping[PathId, Curve]) -> Curve:
-    """A push or pull alone takes no longer than together with the other: where noise says so, that time counts."""
+    """Limits the time of a push or pull alone to that of both together, which noise may exceed."""
     if path.kind not in (PUSH, PULL):
         return curve
     both = curves[replace(path, kind=BOTH)]

@@ -1,7 +1,7 @@
 """Plans a job's synchronisation again while it trains (COARSE paper, III-E and III-F; docs/design/planning.md).
 
-Everything here happens between two steps, at the same step on every worker, and is computed by all of them alike from
-the same numbers. No result depends on it: the order of additions knows nothing of routes and paths.
+All replanning happens between two steps, at the same step on every worker, and all workers compute it from the same
+numbers. It does not change results: the order of additions does not depend on routes and paths.
 """
 
 from __future__ import annotations
@@ -35,31 +35,32 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 COST_FRACTION = 0.01
-"""Part of the time of training that probes may take."""
+"""Fraction of training time that probes may take."""
 
 MOST_STEPS_APART = 10_000
 _FEWEST_STEPS_APART = 10
 _LATENCY_BYTES = 4096
 
 _LEAST_GAIN_ON_HOST = 0.1
-"""A host's profile times copies, while sync cores reduce slots in place: for less the estimate is too rough."""
+"""Least saving: a host's profile times copies, but sync cores reduce in place, so estimates are rough."""
 
 
 class Replanner:
     """Watches the steps of one tensor group and renews its plan.
 
     Args:
-        session: Of the group.
-        group: Whose steps are counted.
-        profile: The links as they were measured; the same on every worker. None if they were not: then `dual_sync` is
-            no estimate, and no link is looked at.
-        plan: What was made of it when the session started.
-        dual_sync: "off", "auto", or bytes that go to the memory devices.
-        own_path: How the workers reduce the others: "auto" for what is fastest for each size (profiler/own_path.py).
-        every_steps: Steps between two looks at the links; 0 for none, -1 for what costs COST_FRACTION of the time.
+        session: The group's session.
+        group: The group whose steps are counted.
+        profile: The measured links; the same on every worker. None without measurements: then `dual_sync` must be no
+            estimate, and links are not checked.
+        plan: The plan made from the profile at the session's start.
+        dual_sync: "off", "auto", or the number of bytes for the memory devices.
+        own_path: The way of direct all-reduce: "auto" for the fastest way for each size (profiler/own_path.py).
+        every_steps: Steps between two checks of the links; 0 disables them, -1 chooses an interval that costs
+            COST_FRACTION of the time.
 
     Raises:
-        ValueError: If `dual_sync` is none of these.
+        ValueError: If `dual_sync` has another value.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class Replanner:
         self._num_timed = (0, 0)
         self._group = group
         self._profile = profile
-        self._planned_for = profile  # the links when routes were last thought about
+        self._planned_for = profile  # the links when routes were last planned
         self._tables = plan.tables
         self._shard_bytes = plan.shard_bytes
         self._dual_sync = parse_mode(dual_sync)
@@ -96,17 +97,17 @@ class Replanner:
             self._clock, group, is_first=self._is_first, time_dilation=session.time_dilation
         )
         self.decisions: list[str] = []
-        """What was decided since the start, a line each."""
+        """Decisions since the start, one line each."""
         group.open_node_barrier()
         group.watch(self._clock.pushed, self._step_done)
 
     def _step_done(self, contributors: Sequence[int]) -> None:
-        """Everything of a step has been pulled, by every worker alike."""
+        """Called when every worker has pulled all tensors of a step."""
         self._num_steps += 1
         if self._is_learning:
             self._clock.pulled_all()
         if max(contributors) < self._group.num_workers:
-            return  # a worker that has run out of inputs pulls later than the others, who would wait for it here
+            return  # a worker that has run out of inputs pulls late, and the others would wait for it here
         if self._is_learning:
             self._is_learning = self._clock.num_steps < TIMED_STEPS
             if not self._is_learning:
@@ -156,7 +157,7 @@ class Replanner:
         )
 
     def _use_own_path(self, shards: Sequence[int]) -> None:
-        """The workers reduce `shards` themselves, each in the way that suits its size."""
+        """Reduces `shards` by direct all-reduce, each in the best way for its size."""
         emulation = self._session.emulation
         if emulation is None:
             chosen = dict.fromkeys(shards, ALL_TO_ALL)
@@ -170,19 +171,19 @@ class Replanner:
             self._decide(f"the workers' own path: {ways}")
 
     def _sync_costs(self) -> SyncCosts:
-        """Seconds per byte by either way: of all links at once where they are known, else of measured pairs."""
+        """Seconds per byte by either way: for all links at once if they are known, else for measured pairs."""
         emulation = self._session.emulation
         if emulation is not None:
             return sync_costs_from_links(emulation.links, self._tables, own_path=self._own_path)
         if self._profile is None:
-            return SyncCosts(proxy_s_per_byte=0.0, worker_s_per_byte=0.0)  # a size was asked for
+            return SyncCosts(proxy_s_per_byte=0.0, worker_s_per_byte=0.0)  # the settings give a size
         return SyncCosts.of_profile(self._profile, self._tables, shard_bytes=self._shard_bytes)
 
     # ---- dynamic profiling ----
 
     def _look_at_links(self) -> None:
-        """Times the links as they are now, and changes routes where that pays."""
-        # One for which latency counts, that of most shards, and one for which only bandwidth does.
+        """Times the current links, and changes routes if that saves time."""
+        # One size dominated by latency, the size of most shards, and one dominated by bandwidth.
         sizes = sorted({_LATENCY_BYTES, self._shard_bytes, 4 * self._shard_bytes})
         assert self._profile is not None
         began = time.perf_counter()
@@ -223,7 +224,7 @@ class Replanner:
                 )
 
     def _times_of_traffic(self, sizes: Sequence[int]) -> dict[PathId, dict[int, float]]:
-        """Of the gradients since the last look, as the first worker sees them; the same on every worker."""
+        """Times of gradients since the last check, as the first worker sees them; the same on every worker."""
         table = self._session.partition_table
         if self._session.emulation is None or table is None:
             return {}  # in the host's memory no link carries a shard
@@ -237,7 +238,7 @@ class Replanner:
     def _probe_others(
         self, profile: Profile, times: dict[PathId, dict[int, float]], sizes: Sequence[int]
     ) -> None:
-        """Adds times of probes where traffic tells none."""
+        """Adds times of probes for paths and sizes without traffic."""
         paths = [path for path in profile.curves if path.kind == BOTH]
         cells = {path: [size for size in sizes if size not in times.get(path, {})] for path in paths}
         self._num_timed = (sum(map(len, times.values())), sum(map(len, cells.values())))

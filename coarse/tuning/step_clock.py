@@ -1,4 +1,4 @@
-"""T_FP and T_BP of a job, read off the pushes of its first steps (COARSE paper, section III-F)."""
+"""T_FP and T_BP of a job, measured from the pushes of its first steps (COARSE paper, section III-F)."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from statistics import median
 
 
 class StepClock:
-    """Splits steps into what comes before the first push and what comes between the pushes.
+    """Splits steps into the time before the first push and the time between the pushes.
 
-    A step runs from the end of one pull of everything to the next. Up to its first push the forward pass runs, and
-    whatever else the script does; between its first and its last push the backward pass, but for what comes before
-    the first gradient.
+    A step lasts from the end of one pull of all tensors to the end of the next. The time before the first push is the
+    forward pass and the script's other work. The time between the first and the last push is the backward pass,
+    except for its part before the first gradient.
 
     Args:
-        clock: Seconds that only ever grow.
+        clock: A monotonic clock in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -35,7 +35,7 @@ class StepClock:
         return len(self._step_s)
 
     def pushed(self, tensors: Sequence[int]) -> None:
-        """Tensors were pushed, in this order."""
+        """Records that tensors were pushed, in this order."""
         self._last_push = self._clock()
         if self._first_push < 0:
             self._first_push = self._last_push
@@ -45,7 +45,7 @@ class StepClock:
             self._ready_s.setdefault(tensor, []).append(self._last_push - self._first_push)
 
     def pulled_all(self) -> None:
-        """Everything has been pulled: a step is over."""
+        """Records the end of a step: all tensors have been pulled."""
         now = self._clock()
         if self._began >= 0 and self._first_push >= 0:
             self._forward_s.append(self._first_push - self._began)
@@ -68,6 +68,6 @@ class StepClock:
         return [median(self._ready_s[tensor]) for tensor in self.order]
 
     def restart(self) -> None:
-        """Forgets the steps that were timed."""
+        """Discards the timed steps."""
         self._forward_s, self._backward_s, self._step_s = [], [], []
         self._ready_s = {}

@@ -1,4 +1,4 @@
-"""Who plans the synchronisation of a session's tensors again while it trains (COARSE paper, III-E and III-F)."""
+"""Chooses the planners that replan a session's synchronisation during training (COARSE paper, III-E and III-F)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from coarse.errors import RendezvousError
 from coarse.profiler.dual_sync import AUTO, OFF
 from coarse.tuning.tuned_session import TunedSession
 
-if TYPE_CHECKING:  # slow to import, or who imports this
+if TYPE_CHECKING:  # slow to import, or imports this module
     from coarse.client.tensor_group import TensorGroup
     from coarse.machine.partition_table import PartitionTable
     from coarse.profiler.link_plan import LinkPlan
@@ -18,13 +18,13 @@ if TYPE_CHECKING:  # slow to import, or who imports this
 
 
 class StepPlanning:
-    """Watches the steps of groups by whose times there is something to plan.
+    """Watches the steps of groups whose times are useful for planning.
 
     Args:
-        session: Of several workers; asked now for what stays as it is.
-        table: Whom each memory device of this node serves.
-        profile: The links as they were measured, or simulated from a link table; None if neither.
-        plan: What was made of it.
+        session: A session of several workers; only its constant properties are read now.
+        table: The workers that each memory device of this node serves.
+        profile: The links, measured or simulated from a link table; None without either.
+        plan: The plan made from the profile.
     """
 
     def __init__(
@@ -41,10 +41,10 @@ class StepPlanning:
         self._refusals: list[str] = []
 
     def check(self) -> list[str]:
-        """What is known from the start not to be planned, and why: a line each.
+        """The kinds of planning that are impossible from the start, with reasons, one line each.
 
         Raises:
-            RendezvousError: If the settings ask for it nevertheless.
+            RendezvousError: If the settings request them.
         """
         decisions = []
         wanted = self._settings.dual_sync
@@ -62,22 +62,22 @@ class StepPlanning:
         return decisions
 
     def decisions(self) -> list[str]:
-        """What was decided since, a line each."""
+        """Decisions since the start, one line each."""
         planners: tuple[GpuDualSync | Replanner, ...] = (*self._gpu_planners, *self._replanners)
         return [*self._refusals, *(line for each in planners for line in each.decisions)]
 
     @property
     def may_reduce_on_host(self) -> bool:
-        """Whether workers that see each other's slots may reduce tensors themselves."""
+        """Whether workers that see each other's slots may use direct all-reduce."""
         return not self._is_emulated and self._settings.dual_sync != OFF and not self._cannot_reduce_on_host()
 
     def watch(self, session: TunedSession, group: TensorGroup, gpu: str) -> None:
-        """Plans by the steps of `group`, if that can be; every worker calls it alike.
+        """Plans from the steps of `group`, if possible; every worker calls it.
 
         Args:
-            session: That of this planning.
-            group: Was registered just now.
-            gpu: Where this worker has its tensors, by UUID; "" for the host.
+            session: The session of this object.
+            group: A group that was just registered.
+            gpu: UUID of the GPU that holds this worker's tensors; "" for the host.
         """
         if self._may_plan_by_nccl and group.places.on_gpu == group.num_workers:
             return self._watch_gpu(session, group, gpu)
@@ -86,8 +86,7 @@ class StepPlanning:
         self._watch_links(session, group)
 
     def _cannot_reduce_on_host(self) -> str:
-        """Why the workers cannot reduce tensors themselves in the host's memory, or over emulated links; "" if they
-        can."""
+        """Why direct all-reduce is impossible in the host's memory, or over emulated links; "" if possible."""
         if not self._is_one_node:
             return "the workers of several nodes share no memory"
         if self._are_devices_on_gpus and not self._is_emulated:
@@ -100,14 +99,14 @@ class StepPlanning:
 
     @property
     def _follows_links(self) -> bool:
-        """Whether routes are those of a profile, which links that change make out of date."""
-        # On a host's own memory they are not, unless that is asked for (coarse.profiler.link_plan).
+        """Whether routes follow a profile, which changing links make obsolete."""
+        # In the host's memory they do not, unless the settings request it (coarse.profiler.link_plan).
         by_profile = self._settings.routing == ("auto" if self._is_emulated else "profile")
         return by_profile and self._profile is not None
 
     def _watch_links(self, session: TunedSession, group: TensorGroup) -> None:
         plans_dual_sync = self._settings.dual_sync != OFF and not self._cannot_reduce_on_host()
-        is_first = not self._replanners  # one group's steps tell when to look at the links
+        is_first = not self._replanners  # the steps of one group trigger the link checks
         looks_at_links = is_first and self._follows_links and self._settings.replan_steps != 0
         if not (plans_dual_sync or looks_at_links):
             return
@@ -128,7 +127,7 @@ class StepPlanning:
 
     @property
     def _may_use_nccl(self) -> bool:
-        """Whether the workers can reduce tensors themselves if these are on GPUs."""
+        """Whether the workers can reduce tensors on GPUs by direct all-reduce."""
         return self._is_one_node and not self._is_emulated
 
     @property

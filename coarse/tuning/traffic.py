@@ -1,4 +1,4 @@
-"""Timings of real traffic as evidence of what links carry (COARSE paper, section III-E; docs/design/planning.md)."""
+"""Link performance from timings of real traffic (COARSE paper, section III-E; docs/design/planning.md)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from coarse.client.pacing import ServedTransfer
 
 NEAR_FACTOR = 4
-"""Traffic tells of sizes up to so many times larger or smaller than its own."""
+"""Traffic is evidence for sizes up to this factor larger or smaller than its own."""
 
 Times = Mapping[PathId, Mapping[int, float]]
 """Microseconds by path and size in bytes."""
@@ -21,19 +21,19 @@ Times = Mapping[PathId, Mapping[int, float]]
 def times_of_traffic(
     served: Collection[ServedTransfer], sizes: Sequence[int], *, num_workers: int, num_devices: int
 ) -> dict[PathId, dict[int, float]]:
-    """How long both directions at once take for each of `sizes`, by transfers of about that size.
+    """The time of both directions at once for each of `sizes`, from transfers of about that size.
 
-    A push and a pull are put together as the links were at them: a link that both pass is at them one after the
-    other, others side by side. The newest go with each other, and the median of all such pairs counts, without
-    outliers.
+    Combines a push and a pull by their service times on links: a link that both use serves them one after the other;
+    other links serve them at the same time. Pairs the newest transfers; the result is the median of all pairs,
+    without outliers.
 
     Args:
-        served: The newest transfers, with ends as in coarse.machine.links.
-        sizes: In bytes.
-        num_workers, num_devices: Of the node.
+        served: The newest transfers, with endpoints as in coarse.machine.links.
+        sizes: Sizes in bytes.
+        num_workers, num_devices: Workers and memory devices of the node.
 
     Returns:
-        By path and size; only where there was traffic both ways.
+        Times by path and size; only for paths with traffic in both directions.
     """
     newest = sorted(served, key=lambda transfer: transfer.end_us, reverse=True)
     times: dict[PathId, dict[int, float]] = {}
@@ -52,25 +52,25 @@ def times_of_traffic(
 
 
 class TrafficGauge:
-    """Reads from traffic what probes of the same links would find now.
+    """Estimates from traffic the times that probes of the same links would measure now.
 
-    Traffic is timed at the links, probes by the worker that waits for them, whose own delays come on top. So traffic
-    tells by how much a time has changed since the last look, and a probe of that look how long it was: a route that
-    is in use looks neither better nor worse than one that is idle as long as its link stays as it is.
+    Traffic is timed at the links; probes are timed by the waiting worker, including its own delays. Therefore traffic
+    gives the change of a time since the last check, and that check's probe gives the time itself. Thus a route in use
+    looks neither better nor worse than an idle one as long as its link does not change.
     """
 
     def __init__(self) -> None:
         self._last: dict[tuple[PathId, int], float] = {}
 
     def read(self, profile: Profile, traffic: Times) -> dict[PathId, dict[int, float]]:
-        """The times that traffic alone tells.
+        """The times that traffic alone gives.
 
         Args:
-            profile: As it was after the last look.
-            traffic: Of times_of_traffic() since then.
+            profile: The profile after the last check.
+            traffic: Result of times_of_traffic() since then.
 
         Returns:
-            Of the paths and sizes that had traffic before the last look too. All others are to be probed.
+            Times of the paths and sizes that also had traffic before the last check. All others need probes.
         """
         found: dict[PathId, dict[int, float]] = {}
         for path, times in traffic.items():
@@ -82,7 +82,7 @@ class TrafficGauge:
         return found
 
     def look_done(self, traffic: Times) -> None:
-        """Keeps what traffic was like when the profile was renewed."""
+        """Stores the traffic times at the renewal of the profile."""
         self._last = {
             (path, size): time_us for path, times in traffic.items() for size, time_us in times.items()
         }

@@ -1,4 +1,4 @@
-"""A session as what is tuned: the side of it that measuring and planning use."""
+"""The interface of a session for measuring and planning."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class TunedSession(Protocol):
-    """Every method is collective or local as Session has it."""
+    """The part of Session for tuning. Methods are collective or local, as in Session."""
 
     identity: WorkerIdentity
     settings: Settings
@@ -31,23 +31,23 @@ class TunedSession(Protocol):
 
     @property
     def most_workers_of_a_node(self) -> int:
-        """Of the node that has the most."""
+        """The largest number of workers on any node."""
 
     @property
     def partition_table(self) -> PartitionTable | None:
-        """Which memory device serves which workers; None for one worker."""
+        """The workers that each memory device serves; None in a job of one worker."""
 
     @property
     def emulation(self) -> Emulation | None:
-        """The links that are emulated; None for those that are there."""
+        """The emulated links; None for real links."""
 
     @property
     def is_emulated(self) -> bool:
-        """Whether there are any."""
+        """Whether links are emulated."""
 
     @property
     def time_dilation(self) -> float:
-        """How many times longer transfers take than on the emulated machine; 1 where none is."""
+        """Factor by which transfers take longer than on the emulated machine; 1 without emulation."""
 
     def all_reduce(self, array: npt.NDArray[Any], *, op: str = "sum") -> None:
         """Reduces an array in place."""
@@ -56,13 +56,13 @@ class TunedSession(Protocol):
         """Returns when every worker has called it."""
 
     def check_others(self) -> None:
-        """Raises what is known of lost workers and memory devices."""
+        """Raises if a worker or memory device is lost."""
 
     def register_trial(self, name: str, specs: Sequence[TensorSpec], gpu: str) -> TensorGroup:
-        """Registers tensors whose steps nobody watches."""
+        """Registers tensors whose steps are not watched."""
 
     def open_probes(self, largest_bytes: int) -> LinkProbes:
-        """Takes memory for probes of up to so many bytes."""
+        """Allocates memory for probes of up to `largest_bytes`."""
 
     def adopt_routing(self, table: RoutingTable) -> None:
         """Routes every shard by a table from its next push on."""
@@ -71,4 +71,4 @@ class TunedSession(Protocol):
         """Transfers of an emulated session."""
 
     def release_buffers(self) -> None:
-        """Gives back the memory that all_reduce() keeps."""
+        """Frees the memory that all_reduce() keeps."""

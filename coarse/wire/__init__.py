@@ -1,1 +1,1 @@
-"""What client and memory device share: messages, registration, segments, placement. Below both."""
+"""The contracts between client and memory device: messages, registration, segments, placement. Imports neither."""

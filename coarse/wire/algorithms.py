@@ -1,4 +1,4 @@
-"""By which algorithms the memory devices of a session can reduce, and those from which measuring chooses."""
+"""The algorithms that a session's memory devices support, and those among which measurements choose."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from coarse.settings import Settings
 DIRECT, RING, EXCHANGE, NCCL = "direct", "ring", "exchange", "nccl"
 
 _SHARES_GPUS = (2, 30, 0)
-"""The first version of NCCL that takes several ranks on one GPU."""
+"""The first version of NCCL that supports several ranks on one GPU."""
 
 
 def algorithms_of(settings: Settings, table: PartitionTable, *, num_nodes: int = 1) -> tuple[str, ...]:
-    """Those for which the memory devices of a node are set up, besides what needs nothing; the first is the default.
+    """The algorithms for which a node's memory devices are set up; the first is the default.
 
-    There is a choice between GPUs alone: what is fastest over their links is to be measured
-    (coarse.client.gpu.algorithm_choice). The host's memory is one, which sync cores read and write in place.
+    Omits algorithms that need no setup. Only GPUs offer a choice: a measurement finds the fastest algorithm over
+    their links (coarse.client.gpu.algorithm_choice). The host's memory is a single memory, which sync cores read and
+    write in place.
 
     Args:
-        settings: Of the session.
-        table: Its memory devices.
-        num_nodes: Of the job; what goes between those begins and ends in the one memory device that has a shard.
+        settings: The session's settings.
+        table: The session's memory devices.
+        num_nodes: Number of nodes of the job. Transfers between nodes start and end in the memory device of a shard.
     """
     if settings.sync_algorithm != "auto":
         return (settings.sync_algorithm,)
@@ -36,10 +37,10 @@ def algorithms_of(settings: Settings, table: PartitionTable, *, num_nodes: int =
 
 
 def routable_algorithms(settings: Settings, table: PartitionTable, *, num_nodes: int = 1) -> tuple[str, ...]:
-    """Those of algorithms_of() by which slots may lie with other memory devices than the workers' own.
+    """Those of algorithms_of() that allow slots on other memory devices than the workers' own.
 
-    Where GPUs have the slots, what a worker pushes crosses links that differ; in the host's memory none. Rings and
-    NCCL take each contribution from its own memory device. Kept groups are found again by where they lie.
+    If slots lie on GPUs, pushes cross different links; in the host's memory they cross none. Rings and NCCL take each
+    contribution from the worker's own memory device. Kept groups are found again by their location.
 
     Args:
         settings, table, num_nodes: As for algorithms_of().
@@ -64,7 +65,7 @@ def distant_gpus(table: PartitionTable) -> list[str]:
 
 
 def check_nccl(table: PartitionTable) -> None:
-    """Raises ValueError unless NCCL can reduce between these memory devices; says what to do."""
+    """Raises ValueError, with advice, unless NCCL can reduce between these memory devices."""
     if problem := _nccl_problem(table):
         raise ValueError(f"COARSE_ALGORITHM=nccl: {problem}")
 

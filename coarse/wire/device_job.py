@@ -1,4 +1,4 @@
-"""What a memory device process is told when a session starts it."""
+"""The job description that a session gives to a memory device process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from coarse.kernels import _native
 from coarse.machine.emulation import Emulation
 
 HOME_DEVICE = 0
-"""The device that keeps what all devices share."""
+"""The device that keeps the state that all devices share."""
 
 
 DOORBELLS = "doorbells"
@@ -34,29 +34,30 @@ class DeviceJob:
         num_devices: Memory devices of the node.
         num_clients: Workers of the node.
         node: The node's number.
-        nodes: The ranks of the workers of every node, this one's by client number.
+        nodes: The ranks of every node's workers; those of this node by client number.
         local_clients: The workers whose slots lie in this device's memory.
-        memories: What each device of the node owns, as in MemoryName.
-        clients_in_memory: The workers whose slots lie there, in segments of this device and of others that own the
-            same.
+        memories: The memory of each device of the node, as in MemoryName.
+        clients_in_memory: The workers whose slots lie in this device's memory, in its segments and in those of other
+            devices that own the same memory.
         num_sync_cores: Threads that reduce.
         scheduling: "queues" or "fcfs".
-        spin_us: How long an idle sync core looks for work before it sleeps.
-        has_rings: Whether the ring algorithm may be used; its buffers take some memory.
+        spin_us: How long an idle sync core polls for work before it sleeps.
+        has_rings: Whether the ring algorithm may be used; its buffers use some memory.
         has_exchange: Whether the exchange algorithm may be used.
         has_nccl: Whether NCCL may be used, between GPUs.
         snapshot_pool_bytes: As in Settings.
-        emulation: JSON of the Emulation; "" if links are those that are there.
+        emulation: JSON of the Emulation; "" for real links.
         directory: Where workers find the device (coarse.wire.socket_directory).
-        listen_fd: A listening SEQPACKET socket there.
-        peer_fds: A connected SEQPACKET socket to each other device; -1 in this device's own place.
+        listen_fd: A listening SEQPACKET socket in that directory.
+        peer_fds: A connected SEQPACKET socket to each other device; -1 for this device itself.
         link_fds: Connected stream sockets to devices of other nodes, by node.
-        token: What a worker must show to be let in, hexadecimal.
-        leader_pid: The process that started this device, which ends with it before all have come; 0 for none.
+        token: The token that a worker must present to join, hexadecimal.
+        leader_pid: The process that started this device. The device ends with it until all workers have joined; 0
+            for none.
         join_timeout_s: How long to wait for all workers to connect.
-        heartbeat_s: How long another device may do no work at all; 0 for ever.
-        keep_s: How long to wait for the workers of the next attempt, if those of one are lost; 0 for not at all.
-        replicas: How many devices, the next ones of the ring, have the contents of each once more.
+        heartbeat_s: Seconds without progress before another device counts as lost; 0 disables.
+        keep_s: How long to wait for the workers of the next attempt if workers are lost; 0 disables waiting.
+        replicas: Extra copies of each memory device's contents, on the next devices of the ring.
         clients_of: The workers that each device serves.
     """
 
@@ -90,32 +91,32 @@ class DeviceJob:
 
     @property
     def memory(self) -> str:
-        """What this device owns."""
+        """The memory that this device owns."""
         return self.memories[self.device]
 
     @property
     def is_home(self) -> bool:
-        """Whether this device keeps what all devices share."""
+        """Whether this device keeps the state that all devices share."""
         return self.device == HOME_DEVICE
 
     @property
     def replica_keeper(self) -> int:
-        """The device that keeps the replica of what the home device has; -1 without."""
+        """The device that keeps the replica of the home device; -1 without replicas."""
         return (HOME_DEVICE + 1) % self.num_devices if self.replicas else -1
 
     @property
     def keeps_replica(self) -> bool:
-        """Whether this is that device."""
+        """Whether this device keeps that replica."""
         return self.device == self.replica_keeper
 
     @property
     def is_replica_near(self) -> bool:
-        """Whether that replica lies in the same memory as what it is a replica of."""
+        """Whether that replica lies in the same memory as its original."""
         return self.memories[HOME_DEVICE] == self.memories[self.replica_keeper]
 
     @property
     def needs_nccl(self) -> bool:
-        """Whether there is nothing else to choose."""
+        """Whether NCCL is the only choice."""
         return self.has_nccl and not self.has_exchange
 
     @property
@@ -128,11 +129,11 @@ class DeviceJob:
         return next(device for device, clients in enumerate(self.clients_of) if client in clients)
 
     def rank(self, client: int) -> int:
-        """What a worker of this node is called in messages."""
+        """The rank of a worker of this node, as messages name it."""
         return self.nodes[self.node][client]
 
     def own_memory(self) -> dict[str, int]:
-        """What this device allocates in the host's memory for all devices to share: bytes by name."""
+        """The memory that this device allocates on the host for all devices to share: bytes by name."""
         own = {}
         if self.is_home:
             own[DOORBELLS] = _native.doorbells_bytes(self.num_devices)
@@ -149,11 +150,11 @@ class DeviceJob:
         return own
 
     def own_messages(self) -> str:
-        """What it allocates besides, where its tensors lie: the name; "" without rings."""
+        """Name of the memory that this device also allocates next to its tensors; "" without rings."""
         return self.message_names()[self.device] if self.has_rings else ""
 
     def shared_memory(self) -> set[str]:
-        """Names of all that the devices share together."""
+        """Names of all memory that the devices share."""
         names = {DOORBELLS, *self.ring_names(), *self.message_names()}
         optional = {
             RING_LOGS: self.has_rings,
@@ -169,11 +170,11 @@ class DeviceJob:
         return [f"ring buffers of md{device}" for device in range(self.num_devices) if self.has_rings]
 
     def message_names(self) -> list[str]:
-        """The same of what goes through these buffers."""
+        """Names of the message memory for these buffers, one of each device."""
         return [f"ring messages of md{device}" for device in range(self.num_devices) if self.has_rings]
 
     def with_own_sockets(self) -> DeviceJob:
-        """The same with duplicates of its sockets, for one attempt to close."""
+        """This job with duplicated sockets, which one attempt closes."""
         return replace(
             self,
             listen_fd=os.dup(self.listen_fd),
@@ -181,11 +182,11 @@ class DeviceJob:
         )
 
     def with_peers(self, lost: Collection[int], replaced: Mapping[int, int]) -> DeviceJob:
-        """The same when other devices are not there any more, or others have come in their place.
+        """This job after other devices were lost or replaced.
 
         Args:
-            lost: Devices whose socket is of no use; it is closed.
-            replaced: A socket, which now belongs to the job, of each device that is new.
+            lost: Lost devices; their sockets are closed.
+            replaced: A socket to each replacement, which now belongs to the job.
         """
         fds = list(self.peer_fds)
         for device in {*lost, *replaced}:
@@ -200,7 +201,7 @@ class DeviceJob:
         return replace(self, peer_fds=tuple(fds))
 
     def to_json(self) -> bytes:
-        """The form in which it is passed."""
+        """The JSON form that read() reads."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
@@ -216,6 +217,6 @@ class DeviceJob:
 
 
 def link_table_bytes(emulation: Emulation) -> int:
-    """Memory that the link table takes."""
+    """Size of the link table."""
     links = emulation.links
     return _native.link_table_bytes(links.num_endpoints, len(links.buckets), emulation.num_logged)

@@ -1,4 +1,4 @@
-"""Why a session ends before its time, as memory devices tell each other and their workers."""
+"""Reasons for a session's early end, as memory devices send them to each other and to their workers."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from coarse.errors import CoarseError
 from coarse.wire.device_job import DeviceJob
 from coarse.wire.messages import Message, int_field
 
-_MOST_CHARACTERS_BETWEEN_NODES = 4000  # a frame between nodes has its limit
+_MOST_CHARACTERS_BETWEEN_NODES = 4000  # frames between nodes are limited
 
 
 def after_a_failure(replicas: int) -> str:
-    """What the loss of a memory device means, and what to do.
+    """The consequence of the loss of a memory device, with advice.
 
     Args:
-        replicas: How many others have what it kept.
+        replicas: Extra copies of each memory device's contents.
     """
     if replicas:
         return (
@@ -33,15 +33,15 @@ def after_a_failure(replicas: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """What every worker is told once.
+    """The failure that every worker receives once.
 
     Args:
         error: Name of the error that workers raise.
         text: Its message.
-        is_final: Whether the text says all. Else workers look which memory device has gone, and how.
-        silent_device: The memory device of this node that does not work any more, though its process is there;
-            -1 if that is not the reason.
-        is_unready: Whether the session cannot begin; else it has begun, or workers have gone before.
+        is_final: Whether the text is complete. Otherwise workers check which memory device has ended, and how.
+        silent_device: The memory device of this node that no longer works, although its process exists; -1 if that is
+            not the reason.
+        is_unready: Whether the session cannot begin. Otherwise it has begun, or workers have left before.
     """
 
     error: str
@@ -51,7 +51,7 @@ class Failure:
     is_unready: bool = False
 
     def to_message(self, kind: str) -> Message:
-        """The control message of that type."""
+        """The control message of this type."""
         return {
             "type": kind,
             "error": self.error,
@@ -63,7 +63,7 @@ class Failure:
 
     @classmethod
     def from_message(cls, message: Message) -> Failure:
-        """Reads what another memory device has noticed."""
+        """Reads a failure that another memory device has reported."""
         return cls(
             error=str(message["error"]),
             text=str(message["text"]),
@@ -73,12 +73,12 @@ class Failure:
         )
 
     def to_node(self) -> str:
-        """The form in which other nodes are told."""
+        """The text form for other nodes."""
         return json.dumps({"error": self.error, "text": self.text[:_MOST_CHARACTERS_BETWEEN_NODES]})
 
     @classmethod
     def from_node(cls, text: str) -> Failure:
-        """Reads what another node has told."""
+        """Reads a failure that another node has reported."""
         try:
             told = json.loads(text)
             return cls(error=str(told["error"]), text=str(told["text"]), is_final=True)
@@ -94,7 +94,7 @@ def device_died(job: DeviceJob, device: int) -> Failure:
 
 
 def device_failed(job: DeviceJob, reason: str) -> Failure:
-    """This memory device cannot work any more, and ends."""
+    """This memory device can no longer work, and ends."""
     return Failure(
         error="MemoryDeviceLostError",
         text=f"{_name(job, job.device)} (pid {os.getpid()}, {job.memory}) failed: {reason}. "
@@ -104,7 +104,7 @@ def device_failed(job: DeviceJob, reason: str) -> Failure:
 
 
 def device_unready(job: DeviceJob, reason: Exception) -> Failure:
-    """This memory device cannot serve anybody."""
+    """This memory device cannot serve workers."""
     return Failure(
         error=type(reason).__name__ if isinstance(reason, CoarseError) else "MemoryDeviceLostError",
         text=f"{_name(job, job.device)} ({job.memory}) could not start: {reason}",
@@ -114,7 +114,7 @@ def device_unready(job: DeviceJob, reason: Exception) -> Failure:
 
 
 def device_silent(job: DeviceJob, device: int) -> Failure:
-    """A memory device of this node is there and does not work."""
+    """A memory device of this node exists but does not work."""
     return Failure(
         error="MemoryDeviceLostError",
         text=f"{_name(job, device)} {silence(job.heartbeat_s)}. {after_a_failure(job.replicas)}",
@@ -123,7 +123,7 @@ def device_silent(job: DeviceJob, device: int) -> Failure:
 
 
 def silence(heartbeat_s: float) -> str:
-    """What a device that has stood still does, in words."""
+    """The state of a device that makes no progress, in words."""
     return f"has given no sign of life for more than {heartbeat_s:g} s (COARSE_HEARTBEAT_S), as if stopped"
 
 
@@ -143,12 +143,12 @@ def node_lost(job: DeviceJob, node: int, reason: str) -> Failure:
 
 
 def worker_died(rank: int, pid: int, last_step: int, evidence: str = "") -> Failure:
-    """A worker has ended without a goodbye.
+    """A worker has ended without leaving the session.
 
     Args:
-        rank, pid: Which.
-        last_step: The last that it has contributed to.
-        evidence: What speaks for a reason; "" if nothing does.
+        rank, pid: The worker and its process.
+        last_step: The last step to which it contributed.
+        evidence: Evidence for a cause; "" for none.
     """
     return Failure(
         error="WorkerLostError",
@@ -160,7 +160,7 @@ def worker_died(rank: int, pid: int, last_step: int, evidence: str = "") -> Fail
 
 
 def worker_evicted(rank: int, pid: int, reason: str) -> Failure:
-    """A worker has sent what cannot be."""
+    """A worker has sent invalid data."""
     return Failure(
         error="WorkerLostError",
         text=f"worker {rank} (pid {pid}) was evicted because it {reason}. "
@@ -169,11 +169,11 @@ def worker_evicted(rank: int, pid: int, reason: str) -> Failure:
 
 
 def workers_departed(ranks: Mapping[int, int], failed: Iterable[int]) -> Failure:
-    """Workers have said goodbye, and others still synchronise.
+    """Workers have left the session while others still synchronise.
 
     Args:
-        ranks: Of those that have left, each with the last step that it has contributed to; 0 where nobody knows.
-        failed: Of those of them that an error of their own has ended.
+        ranks: The workers that have left, each with the last step to which it contributed; 0 if unknown.
+        failed: Those of them that ended because of their own error.
     """
     if failing := sorted(failed):
         text = (
@@ -195,11 +195,11 @@ def _last_steps(ranks: Mapping[int, int]) -> str:
 
 
 def overwritten_counter(name: str, begun: int, ranks: Sequence[int]) -> str:
-    """What is said of a counter of snapshots that says what cannot be.
+    """The message about a snapshot counter with an impossible value.
 
     Args:
-        name: Of the tensor group.
-        begun: What the counter says.
+        name: Name of the tensor group.
+        begun: Value of the counter.
         ranks: The workers that share it.
     """
     return (

@@ -1,4 +1,4 @@
-"""Host memory as workers and memory devices take it: what is available, and pages of sparse segments."""
+"""Host memory for workers and memory devices: the available amount, and pages of sparse segments."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from coarse.errors import OutOfDeviceMemoryError
 from coarse.machine.host import read_cgroup_available_bytes
 from coarse.wire.segments import Segment
 
-_MOST_NAME_BYTES = 200  # the kernel takes up to 249
+_MOST_NAME_BYTES = 200  # the kernel's limit is 249
 RESERVE_BYTES = 64 << 20
 """Left to the operating system when a device fills the host's memory."""
-_RESERVATION_BYTES = 64 << 20  # taken between two looks at what is available, for others may take memory too
+_RESERVATION_BYTES = 64 << 20  # reserved between two checks of available memory, which others use too
 
 
 def reserve(label: str, segment: Segment, begin: int, end: int) -> None:
-    """Takes pages of a segment that was allocated sparsely.
+    """Reserves pages of a sparsely allocated segment.
 
     Args:
-        label: What they are for.
-        segment: In one piece.
-        begin, end: The first byte, and the first one behind them.
+        label: Purpose of the pages.
+        segment: A segment of one piece.
+        begin, end: Start and exclusive end in bytes.
 
     Raises:
-        OutOfDeviceMemoryError: If they are not to be had, or not any more when some were taken; these stay taken.
+        OutOfDeviceMemoryError: If not all pages are available; pages that were reserved before stay reserved.
     """
     for at in range(begin, end, _RESERVATION_BYTES):
         available = available_bytes()
@@ -40,25 +40,25 @@ def reserve(label: str, segment: Segment, begin: int, end: int) -> None:
 
 
 def available_bytes() -> int:
-    """Host memory that this process may still take."""
+    """Host memory that this process may still allocate."""
     return within_cgroup(_meminfo_bytes("MemAvailable") - RESERVE_BYTES)
 
 
 def within_cgroup(num_bytes: int) -> int:
-    """So much of `num_bytes` of host memory as this process's control groups allow."""
+    """The part of `num_bytes` of host memory that this process's control groups allow."""
     allowed = read_cgroup_available_bytes()
     return max(0, num_bytes if allowed is None else min(num_bytes, allowed))
 
 
 def refused(error: OSError, label: str, num_bytes: int, shortage: str) -> OutOfDeviceMemoryError:
-    """What the kernel's refusal of host memory means.
+    """The error for the kernel's refusal of host memory.
 
     Args:
         error: The refusal.
-        label, num_bytes: What was asked for.
-        shortage: What to say if there is too little memory.
+        label, num_bytes: Purpose and size of the requested memory.
+        shortage: Message for too little memory.
     """
-    if error.errno == errno.EFBIG:  # for the kernel, shared memory is a file
+    if error.errno == errno.EFBIG:  # to the kernel, shared memory is a file
         limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
         return OutOfDeviceMemoryError(
             f"{label} needs {num_bytes / 2**20:.1f} MiB in one piece, and a file of this process, as shared memory "
@@ -78,7 +78,7 @@ def shortage_of(label: str, num_bytes: int, available: int) -> str:
 
 
 def memory_name(label: str) -> str:
-    """What the kernel is told that memory is for. Shown in /proc/PID/maps."""
+    """The name of memory for the kernel, which /proc/PID/maps shows."""
     return f"coarse-{label}".encode("ascii", "replace")[:_MOST_NAME_BYTES].decode()
 
 

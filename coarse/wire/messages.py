@@ -1,10 +1,10 @@
 """Control messages between workers and memory devices: framed JSON and descriptors over AF_UNIX SEQPACKET.
 
-Tensors never pass here, only names, numbers and file descriptors of shared memory. A frame is a fixed header
+Messages never carry tensors, only names, numbers and file descriptors of shared memory. A frame is a fixed header
 (magic, version, number of descriptors, length of the whole message, offset of this fragment) and a fragment of
-a JSON object; a message larger than one frame comes in several, its descriptors with the first. Everything a
-peer sends is untrusted: lengths are capped before memory is taken, and whatever does not fit the format is a
-ProtocolError. The format is described in docs/design/control-protocol.md.
+a JSON object. A message larger than one frame is split over several; its descriptors come with the first. All input
+from a peer is untrusted: lengths are capped before memory is allocated, and a violation of the format raises
+ProtocolError. docs/design/control-protocol.md describes the format.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ MAX_MESSAGE_BYTES = 64 << 20
 MAX_DESCRIPTORS = 250  # the kernel's own limit per message is 253
 
 UNPROVED_MESSAGE_BYTES = 64 << 10
-"""The longest message of a peer that has not shown the session's token."""
+"""The longest message of a peer that has not presented the session's token."""
 UNPROVED_DESCRIPTORS = 1
-"""The most descriptors that come with it: "replace" has one."""
+"""The most descriptors that come with such a message: "replace" has one."""
 
 _MOST_KEY_CHARACTERS = 1000
 
@@ -57,18 +57,18 @@ class Received:
         return kind
 
     def close(self) -> None:
-        """Closes descriptors nobody took."""
+        """Closes descriptors that were not taken."""
         while self.fds:
             os.close(self.fds.pop())
 
 
 class Channel:
-    """One end of a control connection. One thread at a time.
+    """One end of a control connection. Use it from one thread at a time.
 
     Args:
         connection: A connected SEQPACKET socket; the channel owns it.
-        is_proved: Whether the peer is known to belong to the session; if not, it can make this end hold little until
-            trust().
+        is_proved: Whether the peer has proved to belong to the session. If not, it can make this end buffer only
+            little until trust().
     """
 
     def __init__(self, connection: socket.socket, *, is_proved: bool = True) -> None:
@@ -85,15 +85,15 @@ class Channel:
         return self.socket.fileno()
 
     def trust(self) -> None:
-        """Takes messages of any length that the format allows from now on."""
+        """Accepts messages of any length that the format allows, from this call on."""
         self._most_bytes, self._most_descriptors = MAX_MESSAGE_BYTES, MAX_DESCRIPTORS
 
     def send(self, message: Message, fds: Sequence[int] = ()) -> None:
-        """Queues `message` and sends what the socket takes; descriptors are duplicated, so the caller keeps its own.
+        """Queues `message` and sends as much as the socket accepts; duplicates descriptors, the caller keeps its own.
 
         Raises:
-            ProtocolError: If the message is over the format's limits.
-            CoarseError: If this process may have no more descriptors.
+            ProtocolError: If the message exceeds the format's limits.
+            CoarseError: If this process cannot open more descriptors.
             OSError: If the peer is gone.
         """
         payload = json.dumps(message, separators=(",", ":")).encode()
@@ -124,13 +124,13 @@ class Channel:
         return True
 
     def receive(self) -> Received | None:
-        """Reads one frame; returns the message that it completes, or None if more frames are to come.
+        """Reads one frame; returns the message that it completes, or None if more frames follow.
 
         Raises:
             EOFError: If the peer closed the connection.
-            ProtocolError: If the frame breaks the format; the connection is of no further use.
-            CoarseError: If this process may have no more descriptors; the same holds.
-            BlockingIOError: If the socket is non-blocking and nothing is there.
+            ProtocolError: If the frame violates the format; the connection is no longer usable.
+            CoarseError: If this process cannot open more descriptors; the connection is no longer usable.
+            BlockingIOError: If the socket is non-blocking and has no input.
         """
         frame, fds = _receive_frame(self.socket, self._most_descriptors)
         self._incoming_fds += fds
@@ -208,12 +208,12 @@ def _receive_frame(connection: socket.socket, most_descriptors: int) -> tuple[by
     for level, kind, data in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
-    # The space is rounded up, so that more may have come than asked for.
+    # The kernel rounds the space up, so that more descriptors may arrive than requested.
     if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or len(descriptors) > most_descriptors:
         for fd in descriptors:
             os.close(fd)
         if flags & socket.MSG_CTRUNC and len(descriptors) < most_descriptors:
-            raise _too_many_open_files()  # the kernel drops what it cannot give a number
+            raise _too_many_open_files()  # the kernel drops descriptors for which it has no free number
         raise ProtocolError("a control frame is larger than the format allows")
     return frame, list(descriptors)
 
@@ -232,7 +232,7 @@ def int_field(message: Message, name: str, *, low: int = 0, high: int = 1 << 62)
     """The whole number under `name`, checked to lie in [low, high].
 
     Raises:
-        ProtocolError: If it is missing, no whole number or out of range.
+        ProtocolError: If it is missing, not a whole number, or out of range.
     """
     value = message.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
@@ -243,10 +243,10 @@ def int_field(message: Message, name: str, *, low: int = 0, high: int = 1 << 62)
 
 
 def text_field(message: Message, name: str) -> str:
-    """The text under `name`, checked to be neither empty nor longer than a key may be.
+    """The text under `name`, checked to be neither empty nor longer than the limit for keys.
 
     Raises:
-        ProtocolError: If it is missing or no such text.
+        ProtocolError: If it is missing or invalid.
     """
     value = message.get(name)
     if not isinstance(value, str) or not 0 < len(value) <= _MOST_KEY_CHARACTERS:

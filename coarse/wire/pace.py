@@ -1,4 +1,4 @@
-"""How the workers and sync cores of a node share its processors."""
+"""Shares a node's processors between its workers and sync cores."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _MOST_DEFAULT_SYNC_CORES = 4
 
 
 def count_sync_cores(settings: Settings, num_devices: int, num_workers: int) -> int:
-    """Sync cores per memory device: by default what workers leave of the cores, shared out evenly, at least one.
+    """Sync cores per memory device: by default an even share of the cores that workers leave, at least one.
 
-    One in an emulated session: the first of a device does all the exchange.
+    One in an emulated session, because a device's first sync core does all of the exchange.
     """
     if settings.machine:
         return settings.sync_cores or 1
@@ -26,8 +26,8 @@ class Pace:
     """How workers and sync cores of a node share its processors.
 
     Args:
-        spin_us: How long a wait looks for its result before it sleeps.
-        bytes_per_ring: A worker wakes a memory device once per so many bytes that it pushes.
+        spin_us: How long a wait polls for its result before it sleeps.
+        bytes_per_ring: A worker wakes a memory device once for this many pushed bytes.
     """
 
     spin_us: int
@@ -35,9 +35,9 @@ class Pace:
 
 
 def choose_pace(settings: Settings, num_devices: int, num_workers: int) -> Pace:
-    """Eager where every worker and sync core has a processor, sparing where one takes it from the other.
+    """Frequent wake-ups if every worker and sync core has a processor, rare ones if they compete for processors.
 
-    With processors to spare, a device that is woken early reduces while its workers still compute. Without, each
+    With spare processors, a device that is woken early reduces while its workers still compute. Without, each
     wake-up interrupts a worker, and reducing later costs nothing: BERT-base on two cores spent 40 ms of a step
     in synchronisation with a wake-up per MiB, 20 ms with one per 16 MiB.
     """
@@ -47,7 +47,7 @@ def choose_pace(settings: Settings, num_devices: int, num_workers: int) -> Pace:
     if settings.machine:
         pace = replace(
             pace, bytes_per_ring=1
-        )  # emulated links start when a push is posted, not when it is noticed
+        )  # emulated links start when a push is posted, not when the device notices it
     return pace if settings.spin_us < 0 else replace(pace, spin_us=settings.spin_us)
 
 

@@ -1,10 +1,10 @@
-"""Where the workers of a job's next attempt find memory devices that have outlived those of the last one.
+"""Where the workers of a job's next attempt find memory devices that outlived the last attempt's workers.
 
     <root>/<job>/<session>/   md0.sock, md1.sock, ..., token, kept.json
 
 The root is one of coarse.private_directories: this user's alone (mode 0700), under a name that no other user
-can take. Whoever ends last removes them: the memory devices, `coarse run` where these were killed, or else the next
-job whose devices may be kept.
+can take. The memory devices remove these directories when they end; if they were killed, `coarse run` removes them,
+or else the next job with persistent devices.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class PersistentDevices:
     """The memory devices of a session that may outlive its workers.
 
     Args:
-        workers: The client numbers that each of them serves.
-        memories: What each of them owns, by name.
-        pids: Of their processes.
+        workers: The client numbers that each device serves.
+        memories: The name of each device's memory.
+        pids: Process ids of the devices.
     """
 
     workers: tuple[tuple[int, ...], ...]
@@ -38,14 +38,14 @@ class PersistentDevices:
     pids: tuple[int, ...]
 
     def write(self, directory: Path) -> None:
-        """Leaves word in their directory, at once and whole."""
+        """Writes a file in their directory, atomically."""
         temporary = directory / f"{KEPT_FILE}.tmp"
         temporary.write_text(json.dumps(asdict(self)))
         temporary.replace(directory / KEPT_FILE)
 
     @classmethod
     def read(cls, directory: Path) -> PersistentDevices | None:
-        """What write() has left there; None if there is nothing."""
+        """Reads the file of write(); None if none exists."""
         try:
             values = json.loads((directory / KEPT_FILE).read_text())
         except FileNotFoundError:
@@ -58,7 +58,7 @@ class PersistentDevices:
 
 
 def find_session_directory(job: str, session: str) -> Path | None:
-    """The directory of the memory devices of one session of a job; None if there is none.
+    """The directory of the memory devices of one session of a job; None if none exists.
 
     Args:
         job: Name of the job.
@@ -68,10 +68,10 @@ def find_session_directory(job: str, session: str) -> Path | None:
 
 
 def make_session_directory(job: str, session: str) -> Path:
-    """Makes the directory of a session, empty.
+    """Creates an empty directory for a session.
 
     Raises:
-        OSError: If it cannot be made.
+        OSError: If it cannot be created.
     """
     for attempt in range(_MOST_TRIES):
         try:
@@ -82,24 +82,25 @@ def make_session_directory(job: str, session: str) -> Path:
             directory.parent.mkdir(mode=0o700, exist_ok=True)
             directory.mkdir(mode=0o700)
             break
-        except FileNotFoundError:  # a session that ended at this moment has removed the parent
+        except FileNotFoundError:  # a session that just ended has removed the parent
             if attempt == _MOST_TRIES - 1:
                 raise
     return directory
 
 
 def leave_session_directory(own: OwnSocket) -> None:
-    """Removes the directory in which a memory device has listened that ends now, as all of its session do.
+    """Removes the directory of a memory device that ends together with all devices of its session.
 
-    Unless it is another session's by now, which has the same name, or another device has taken this one's place.
+    Keeps the directory if it now belongs to another session of the same name, or if another device has replaced this
+    one.
 
     Args:
-        own: Where this process has listened.
+        own: The socket on which this process listened.
     """
     directory = own.path.parent
     if own.is_in_place():
         kept = PersistentDevices.read(directory)
-        if kept is None:  # its session never came about
+        if kept is None:  # the session never began
             own.abandon()
         elif os.getpid() in kept.pids:
             shutil.rmtree(directory, ignore_errors=True)
@@ -120,7 +121,7 @@ def persistent_pids(job: str) -> set[int]:
 
 
 def forget_job(job: str) -> None:
-    """Removes what memory devices of a job have left behind that were killed."""
+    """Removes the files that killed memory devices of a job have left."""
     for root in private_directories.find_roots():
         with contextlib.suppress(OSError):  # nothing there
             (root / _digest(job, 16)).lstat()
@@ -129,7 +130,7 @@ def forget_job(job: str) -> None:
 
 
 def _name(job: str, session: str) -> str:
-    """Of a session's directory in its root."""
+    """Name of a session's directory in its root."""
     return f"{_digest(job, 16)}/{_digest(session, 8)}"
 
 

@@ -1,4 +1,4 @@
-"""Registered tensor groups as one memory device sees them: who has asked for what, and whether they agree."""
+"""One memory device's view of registered tensor groups: the workers' requests, and whether they agree."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ _ALGORITHM_NUMBERS = {name: number for number, name in enumerate(ALGORITHMS)}
 _MAX_TENSORS = 1_000_000
 
 CONTROL = "control"
-SLOTS = "slots"  # of the worker that is told
-ROWS = "rows"  # the same, where there are tables
-SETTINGS = "settings"  # of the worker that is told, where the group has an optimizer
-NODE = "node"  # where there are several nodes
-PARAMETERS = "parameters"  # these two where the group has an optimizer
+SLOTS = "slots"  # those of the worker that receives the message
+ROWS = "rows"  # likewise, if the group has tables
+SETTINGS = "settings"  # likewise, if the group has an optimizer
+NODE = "node"  # with several nodes
+PARAMETERS = "parameters"  # these two if the group has an optimizer
 STATES = "states"
-REPLICA_CONTROL = "replica control"  # these three where the group has a replica; only devices are told them
+REPLICA_CONTROL = "replica control"  # these three if the group has a replica; only for devices
 REPLICA_PARAMETERS = "replica of parameters"
 REPLICA_STATES = "replica of states"
-UNDO_CONTROL = "undo control"  # these three where a step that was begun is undone; only devices are told them
+UNDO_CONTROL = "undo control"  # these three with an undo log; only for devices
 UNDO_PARAMETERS = "parameters before"
 UNDO_STATES = "states before"
 REPLICA_OF = {PARAMETERS: REPLICA_PARAMETERS, STATES: REPLICA_STATES}
-SNAPSHOT_REQUEST = "snapshot request"  # these three where there are snapshots of parameters and states
+SNAPSHOT_REQUEST = "snapshot request"  # these three with snapshots of parameters and states
 SNAPSHOT_CONTROL = "snapshot control"
 SNAPSHOT_POOL = "snapshot pool"
 
 
 def fd_of(shared: Mapping[str, Segment], name: str) -> int:
-    """The descriptor of what a group has under a name, for native code; -1 if it has nothing."""
+    """The descriptor of a group's memory by name, for native code; -1 if the group has none."""
     return shared[name].fd if name in shared else -1
 
 
 def region_of(shared: Mapping[str, Segment], name: str) -> _native.Region:
-    """The same of memory that may be a part of a device file."""
+    """Like fd_of(), for memory that may be a part of a device file."""
     return shared[name].region if name in shared else _native.Region(-1)
 
 
 def slots_of(client: int) -> str:
-    """What a worker is told the slots of `client` by, to read them."""
+    """The name under which a worker receives the slots of `client`, to read them."""
     return f"slots of {client}"
 
 
@@ -58,18 +58,19 @@ class GroupSchema:
     """Everything about a tensor group on which all workers must agree.
 
     Args:
-        name: What the workers call it.
-        specs: Its tensors; of a staging group, its buffers as uint8.
-        shard_bytes, gather_bytes, algorithm, large_algorithm: How it is cut (coarse.profiler.partition).
-        is_staging: Its shards carry buffers whose length, dtype and op come with each push.
-        is_open: Workers see each other's slots, so that they can reduce tensors themselves.
-        on_host: Its tensors lie in the host's memory, whatever memory devices own: for what workers have there.
-        state_names: Of the float32 tensors that an optimizer in the memory devices keeps beside each parameter, in
-            the order of the update rule; None if the group has no optimizer.
-        window_bytes: Tensors take turns in slots of so many bytes (plan_partition); 0 gives each one its own. Needs
-            an optimizer: parameters do not share.
-        routes: The routing table of each worker, in whose memory devices its slots then lie; () where they lie in
-            its own one, whoever takes its shards.
+        name: The workers' name for it.
+        specs: Its tensors; for a staging group, its buffers as uint8.
+        shard_bytes, gather_bytes, algorithm, large_algorithm: As for its partition (coarse.profiler.partition).
+        is_staging: Whether its shards carry buffers whose length, dtype and op come with each push.
+        is_open: Whether workers see each other's slots, which direct all-reduce needs.
+        on_host: Whether its tensors lie in the host's memory regardless of the devices' memory. For workers' tensors
+            on the host.
+        state_names: Names of the float32 tensors that a remote optimizer keeps for each parameter, in the order of
+            the update rule; None if the group has no optimizer.
+        window_bytes: Size of the slot window (plan_partition); 0 gives each tensor its own slot. Needs an optimizer:
+            parameters do not share memory.
+        routes: The routing table of each worker, whose slots then lie in the memory devices of its routes; () if
+            slots lie in the worker's own device, regardless of the shards' routes.
     """
 
     name: str
@@ -87,7 +88,7 @@ class GroupSchema:
 
     @property
     def kept_bytes(self) -> int:
-        """What a node holds once, not once per worker: parameters, states and master weights of narrow parameters."""
+        """Bytes that a node holds once for all workers: parameters, states, master weights of narrow parameters."""
         if self.state_names is None:
             return 0
         num_states, wide = len(self.state_names), ITEM_BYTES["float32"]
@@ -98,16 +99,16 @@ class GroupSchema:
 
     @property
     def updates_early(self) -> bool:
-        """Whether parameters are updated before all gradients of a step are complete: these take turns in slots."""
+        """Whether parameters are updated before all gradients of a step are complete: gradients use a slot window."""
         return self.window_bytes > 0
 
     @property
     def has_tables(self) -> bool:
-        """Whether contributions to some of its tensors are rows."""
+        """Whether some of its tensors receive rows as contributions."""
         return any(spec.row_elements for spec in self.specs)
 
     def partition(self) -> PartitionPlan:
-        """The layout that worker and memory device compute alike."""
+        """The layout, which worker and memory device compute in the same way."""
         return plan_partition(
             self.specs,
             shard_bytes=self.shard_bytes,
@@ -119,7 +120,7 @@ class GroupSchema:
         )
 
     def native_plan(self, group: int, num_clients: int) -> _native.GroupPlan:
-        """The same for the data path."""
+        """The layout for the data path."""
         plan = self.partition()
         shards = [
             (
@@ -143,7 +144,7 @@ class GroupSchema:
         )
 
     def to_message(self, group: int) -> Message:
-        """The control message that asks for it."""
+        """The control message that requests the registration."""
         return {
             "type": "register",
             "group": group,
@@ -168,7 +169,7 @@ class GroupSchema:
         """Reads the control message of to_message().
 
         Raises:
-            ProtocolError: If anything in it is out of range.
+            ProtocolError: If any value is out of range.
         """
         specs, state_names = message.get("specs"), message.get("state_names")
         if not isinstance(specs, list) or not 0 < len(specs) <= _MAX_TENSORS:
@@ -207,10 +208,10 @@ class GroupSchema:
 
 
 def check_agreement(first: int, expected: GroupSchema, other: int, offered: GroupSchema) -> None:
-    """Compares what two workers registered.
+    """Compares the registrations of two workers.
 
     Raises:
-        SchemaMismatchError: With the first difference, if there is one.
+        SchemaMismatchError: If they differ; names the first difference.
     """
     if expected == offered:
         return
@@ -256,11 +257,11 @@ def _settings(schema: GroupSchema) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveredUpdates:
-    """What parameters and states of a group hold that were kept.
+    """State of a group's kept parameters and optimizer states.
 
     Args:
         step: The optimizer's last step, from 1.
-        num_updates: How many updates each tensor has seen, in the order of the group.
+        num_updates: Number of updates of each tensor, in the order of the group.
     """
 
     step: int
@@ -278,11 +279,11 @@ class RecoveredUpdates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerPlaces:
-    """How many workers of the node have something, of which each tells when it registers tensors.
+    """Numbers of the node's workers with certain properties, which each worker reports when it registers tensors.
 
     Args:
-        on_gpu: The tensors on a GPU.
-        with_nccl: A group of tensors that NCCL may reduce.
+        on_gpu: Workers with the tensors on a GPU.
+        with_nccl: Workers with a group of tensors that NCCL may reduce.
     """
 
     on_gpu: int = 0
@@ -291,12 +292,12 @@ class WorkerPlaces:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerMemory:
-    """What a worker says of the host's memory when it registers tensors.
+    """A worker's use of the host's memory, which it reports when it registers tensors.
 
     Args:
-        reserves: Whether it reserves pages of slots, parameters and states itself before they are written: until then
-            they take nothing.
-        moved_bytes: Of its own memory, which it frees as the parameters move to the memory devices.
+        reserves: Whether it reserves pages of slots, parameters and states itself before they are written. Until then
+            they use no memory.
+        moved_bytes: Bytes of its own memory that it frees as the parameters move to the memory devices.
     """
 
     reserves: bool = False
@@ -308,38 +309,40 @@ class WorkerMemory:
 
     @classmethod
     def from_message(cls, message: Message) -> WorkerMemory:
-        """Reads to_message(); what is missing has its default.
+        """Reads to_message(); missing fields get their defaults.
 
         Raises:
-            ProtocolError: If a number is none.
+            ProtocolError: If a number is invalid.
         """
         moved_bytes = int_field(message, "moved_bytes") if "moved_bytes" in message else 0
         return cls(reserves=message.get("reserves") is True, moved_bytes=moved_bytes)
 
 
 EAGER = WorkerMemory()
-"""That of a worker for which pages are taken when it registers tensors."""
+"""The default: pages are allocated at registration."""
 
 
 @dataclass(slots=True)
 class Registration:
-    """One tensor group on its way from the first worker's request to the last worker's goodbye."""
+    """One tensor group, from the first worker's request to the last worker's release."""
 
     group: int
     schemas: dict[int, GroupSchema] = field(default_factory=dict)
-    places: dict[int, WorkerPlaces] = field(default_factory=dict)  # of each client alone
+    places: dict[int, WorkerPlaces] = field(default_factory=dict)  # of each single client
     memories: dict[int, WorkerMemory] = field(default_factory=dict)  # likewise
-    pieces: dict[int, list[SlotPiece]] = field(default_factory=dict)  # of the slots of each client
+    pieces: dict[int, list[SlotPiece]] = field(default_factory=dict)  # slot pieces of each client
     slot_pieces: dict[tuple[int, int], Segment] = field(
         default_factory=dict
-    )  # by client and place among these
-    slots: dict[int, Segment] = field(default_factory=dict)  # by client, once all pieces are there
+    )  # by client and position among its pieces
+    slots: dict[int, Segment] = field(default_factory=dict)  # by client, once all pieces exist
     rows: dict[int, Segment] = field(default_factory=dict)  # by client; the peers' by their descriptors
-    settings: dict[int, Segment] = field(default_factory=dict)  # likewise, where there is an optimizer
-    shared: dict[str, Segment] = field(default_factory=dict)  # made by the home device; CONTROL and others
-    recovered: RecoveredUpdates | None = None  # what the home device has kept of it
-    num_logged_shards: int = 0  # of those that memory devices tell each other of, on the home device
-    is_replica_filled: bool = False  # that the device which keeps it has the same
+    settings: dict[int, Segment] = field(default_factory=dict)  # likewise, if the group has an optimizer
+    shared: dict[str, Segment] = field(
+        default_factory=dict
+    )  # allocated by the home device; CONTROL and others
+    recovered: RecoveredUpdates | None = None  # state of the group that the home device has kept
+    num_logged_shards: int = 0  # shards in the devices' logs; on the home device
+    is_replica_filled: bool = False  # whether the keeper's replica is complete
     is_allocated: bool = False
     is_active: bool = False
     refusal: Message | None = None
@@ -347,32 +350,32 @@ class Registration:
 
     @property
     def schema(self) -> GroupSchema:
-        """What the first worker asked for, and all others when it is active."""
+        """The schema that the first worker requested, and all others too once the group is active."""
         return next(iter(self.schemas.values()))
 
     @property
     def is_reserved_later(self) -> bool:
-        """Whether all workers reserve pages themselves: one has no slots or parameters for another to fill."""
+        """Whether all workers reserve pages themselves, because each fills only its own slots and parameters."""
         return all(memory.reserves for memory in self.memories.values())
 
     @property
     def moved_bytes(self) -> int:
-        """What all workers free as parameters move."""
+        """Bytes that all workers free as parameters move."""
         return sum(memory.moved_bytes for memory in self.memories.values())
 
     @property
     def has_all_slots(self) -> bool:
-        """Whether every device has allocated its pieces, as this one has."""
+        """Whether all devices, including this one, have allocated their pieces."""
         return self.is_allocated and len(self.slot_pieces) == sum(map(len, self.pieces.values()))
 
     def join_slots(self) -> None:
-        """Puts pieces side by side, when all are there."""
+        """Joins the pieces when all exist."""
         for client, pieces in self.pieces.items():
             segments = [self.slot_pieces.pop((client, place)) for place in range(len(pieces))]
             self.slots[client] = Segment.joined(segments)
 
     def close(self) -> None:
-        """Gives up this process's descriptors."""
+        """Closes this process's descriptors."""
         for segment in (
             *self.slot_pieces.values(),
             *self.slots.values(),

@@ -1,4 +1,4 @@
-"""A piece of device memory and how other processes get to see it."""
+"""Pieces of device memory, and how other processes map them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from coarse.kernels import _native
 
 
 class Extent(NamedTuple):
-    """Where a segment lies whose descriptor opens more than that segment.
+    """The place of a segment whose descriptor opens more memory than that segment.
 
-    `offset` and `num_bytes`, which is what has to be mapped, are multiples of what the memory is aligned to. `gpu` is
-    the UUID of the GPU whose memory it is; "" where processors map it.
+    `offset` and `num_bytes`, the size to map, are multiples of the memory's alignment. `gpu` is the UUID of the GPU
+    that owns the memory; "" if processors map it.
     """
 
     offset: int
@@ -23,16 +23,16 @@ class Extent(NamedTuple):
 
 
 class Segment:
-    """A piece of device memory that can be given to other processes as file descriptors: one, but for GPUs.
+    """A piece of device memory, passed to other processes as file descriptors: one, or several for GPU memory.
 
-    Its size is fixed and its pages are there when it is made. Closing it gives up this process's descriptors; the
-    memory is free again when the last process that maps it or has a descriptor of it has let go.
+    Its size is fixed and its pages exist from its creation. close() closes this process's descriptors; the memory is
+    freed when no process maps it or has a descriptor of it.
 
     Args:
-        fd: Opens it; belongs to the segment from now on.
-        num_bytes: Its size.
-        extent: Where it lies in what `fd` opens; None where that is sealed memory, and the segment all of it.
-        rest: What lies behind that, in memory of other GPUs; belongs to the segment from now on.
+        fd: Opens the memory; the segment takes ownership.
+        num_bytes: Size of the segment.
+        extent: Its place in the memory that `fd` opens; None if that is sealed memory and the segment covers it all.
+        rest: The following pieces, in memory of other GPUs; the segment takes ownership.
     """
 
     def __init__(
@@ -45,15 +45,15 @@ class Segment:
 
     @classmethod
     def received(cls, fd: int, extent: Any = None) -> Segment:
-        """A segment in one piece that another process has sent.
+        """A segment of one piece that another process has sent.
 
         Args:
-            fd: Came with the message; belongs to the segment from now on.
-            extent: As `extent` was in the other process, read from JSON.
+            fd: Descriptor from the message; the segment takes ownership.
+            extent: The `extent` of the other process, read from JSON.
 
         Raises:
-            ValueError: If there is no extent and `fd` is no sealed memory.
-            ProtocolError: If the extent is none.
+            ValueError: If `extent` is None and `fd` is not sealed memory.
+            ProtocolError: If the extent is invalid.
         """
         if extent is None:
             return cls(fd, _native.sealed_bytes(fd))
@@ -63,11 +63,11 @@ class Segment:
 
     @classmethod
     def joined(cls, pieces: Sequence[Segment]) -> Segment:
-        """Pieces that lie one behind the other; they belong to the segment from now on.
+        """A segment of consecutive pieces; it takes ownership of them.
 
         Raises:
-            ValueError: If one that is not the last takes more memory than it has bytes: what follows would not lie
-                right behind it.
+            ValueError: If a piece other than the last occupies more memory than its bytes: the next piece would not
+                follow directly.
         """
         for piece in pieces[:-1]:
             if piece.extent is None or piece.extent.num_bytes != piece.num_bytes:
@@ -79,37 +79,37 @@ class Segment:
 
     @property
     def pieces(self) -> tuple[tuple[int, Extent | None], ...]:
-        """The descriptor of each piece, and where it lies in what that opens."""
+        """The descriptor of each piece, and the piece's place in the memory that it opens."""
         return (self.fd, self.extent), *((each.fd, each.extent) for each in self.rest)
 
     @property
     def gpus(self) -> tuple[str, ...]:
-        """The GPU of each piece, by its UUID; () where processors map it."""
+        """The UUID of each piece's GPU; () if processors map the segment."""
         return tuple(extent.gpu for _, extent in self.pieces if extent is not None and extent.gpu)
 
     @property
     def gpu(self) -> str:
-        """The GPU where it begins, by its UUID; "" where processors map it."""
+        """The UUID of the GPU where the segment begins; "" if processors map it."""
         return "" if self.extent is None else self.extent.gpu
 
     @property
     def region(self) -> _native.Region:
-        """What native code maps; for as long as the segment is open."""
+        """The region for native code to map; valid as long as the segment is open."""
         if self.extent is None:
             return _native.Region(self.fd)
         rest = [each.region for each in self.rest]
         return _native.Region(self.fd, *self.extent, rest)
 
     def duplicate(self) -> Segment:
-        """The same memory, to be closed apart from this segment."""
+        """The same memory in a new segment, which must be closed separately."""
         rest = [each.duplicate() for each in self.rest]
         return Segment(os.dup(self.fd), self.num_bytes, self.extent, rest)
 
     def to_read(self) -> Segment:
-        """The same memory for others to read, to be closed apart from this segment.
+        """The same memory for others to read, in a new segment, which must be closed separately.
 
-        Sealed memory can only be read through it. That of a device file could still be written: what keeps such a
-        segment from being used again is that its own descriptor is open somewhere.
+        It makes sealed memory read-only. The memory of a device file stays writable; its segment is not reused as
+        long as the segment's own descriptor is open anywhere.
         """
         if self.extent is not None:
             return self.duplicate()
@@ -125,7 +125,7 @@ class Segment:
         return memoryview(mapping)  # type: ignore[arg-type,unused-ignore]
 
     def close(self) -> None:
-        """Gives the descriptors up. Idempotent."""
+        """Closes the descriptors. Idempotent."""
         for each in self.rest:
             each.close()
         if self.fd >= 0:
@@ -134,7 +134,7 @@ class Segment:
 
 
 def pack(segments: Iterable[Segment]) -> tuple[list[Any], list[int]]:
-    """What a message says of segments that go with it, as JSON, and their descriptors; these stay the segments'."""
+    """A message's JSON description of its segments, and their descriptors, which the segments keep."""
     extents: list[Any] = []
     fds: list[int] = []
     for segment in segments:
@@ -144,14 +144,14 @@ def pack(segments: Iterable[Segment]) -> tuple[list[Any], list[int]]:
 
 
 def unpack(extents: Sequence[Any], fds: Sequence[int]) -> list[Segment]:
-    """The segments of a message that another process has made by pack().
+    """The segments of a message that another process has built with pack().
 
     Args:
-        extents: Of the message.
-        fds: Came with it; belong to the segments from now on, and are closed if there are none.
+        extents: The message's description of the segments.
+        fds: Descriptors of the message. The segments take ownership; on an error they are closed.
 
     Raises:
-        ValueError, ProtocolError: As Segment.received(); or if there are more descriptors than pieces, or fewer.
+        ValueError, ProtocolError: As for Segment.received(), or if the numbers of descriptors and pieces differ.
     """
     try:
         pieces = [_pieces_of(extent) for extent in extents]

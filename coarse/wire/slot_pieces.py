@@ -1,4 +1,4 @@
-"""On which memory devices the slots of a worker lie, where its gradients are routed (docs/design/gpu.md)."""
+"""The memory devices that hold a worker's slots if its gradients are routed (docs/design/gpu.md)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from coarse.profiler.routing import RoutingTable
 from coarse.schema import ITEM_BYTES, TensorSpec
 
 PIECE_BYTES = 2 << 20
-"""Pieces that others follow are multiples of it: whole pages of every GPU."""
+"""All pieces but the last are multiples of it: whole pages of every GPU."""
 
 
 class SlotPiece(NamedTuple):
-    """A run of a worker's slots, and the memory device that has it."""
+    """A run of a worker's slots, and the memory device that holds it."""
 
     device: int
     num_bytes: int
@@ -23,15 +23,15 @@ class SlotPiece(NamedTuple):
 def slot_pieces(
     table: RoutingTable, plan: PartitionPlan, specs: Sequence[TensorSpec], num_bytes: int
 ) -> list[SlotPiece]:
-    """Cuts slots in which small tensors come first at the table's threshold, where a page ends.
+    """Cuts slots, in which small tensors come first, at the end of a page near the table's threshold.
 
-    So a shard lies with the memory device that it is routed to, but for those of one page at the most.
+    Thus each shard lies on the memory device of its route, except for the shards of at most one page.
 
     Args:
-        table: Of the worker.
-        plan: Where tensors lie, small ones first.
+        table: The worker's routing table.
+        plan: Layout of the tensors, small ones first.
         specs: The tensors.
-        num_bytes: Of all slots.
+        num_bytes: Size of all slots.
     """
     if table.lat_proxy == table.bw_proxy:
         return [SlotPiece(table.bw_proxy, num_bytes)]

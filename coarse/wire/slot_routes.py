@@ -1,4 +1,4 @@
-"""Where the slots of a registered group lie on the memory devices of a node (docs/design/gpu.md)."""
+"""The places of a registered group's slots on the memory devices of a node (docs/design/gpu.md)."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from coarse.wire.slot_pieces import SlotPiece, slot_pieces
 
 
 def pieces_of_slots(schema: GroupSchema, job: DeviceJob, num_bytes: int) -> dict[int, list[SlotPiece]]:
-    """Which memory devices have the slots of each worker of a node.
+    """The memory devices that hold the slots of each worker of a node.
 
     Args:
-        schema: Of the group; its routes are in order.
-        job: Of any of the devices.
-        num_bytes: Of the slots of one worker.
+        schema: The group's schema, with valid routes.
+        job: The job of any of the devices.
+        num_bytes: Size of one worker's slots.
     """
     clients = range(job.num_clients)
     if not schema.routes:
@@ -26,10 +26,10 @@ def pieces_of_slots(schema: GroupSchema, job: DeviceJob, num_bytes: int) -> dict
 
 
 def check_routes(schema: GroupSchema, job: DeviceJob, *, is_on_gpu: bool) -> None:
-    """Whether slots can lie where a group's routes lead.
+    """Checks that slots can lie on the memory devices of a group's routes.
 
     Raises:
-        ValueError: If they cannot; says why.
+        ValueError: If they cannot; gives the reason.
     """
     if not schema.routes:
         return

@@ -1,4 +1,4 @@
-"""What a worker asks of a snapshot in the memory devices (docs/design/storage.md)."""
+"""A worker's requests about a snapshot in the memory devices (docs/design/storage.md)."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class KeptTensor:
     """A tensor of a checkpoint whose bytes a snapshot refers to.
 
     Args:
-        saved: What the checkpoint calls it.
-        tensor, array: Where it lies: the number of its parameter, and GroupSnapshots' of the array.
-        order: Its dimensions as they lie in memory, the slowest first; (0, 1, ...) if that is row-major.
+        saved: Its name and shape in the checkpoint.
+        tensor, array: Number of its parameter, and number of the array in GroupSnapshots.
+        order: Its dimensions in memory order, the slowest first; (0, 1, ...) if row-major.
     """
 
     saved: SavedTensor
@@ -36,7 +36,7 @@ class KeptTensor:
 
     @property
     def is_row_major(self) -> bool:
-        """Whether its bytes are those of the checkpoint as they lie."""
+        """Whether its bytes already have the order of the checkpoint."""
         return self.order == tuple(range(len(self.order)))
 
     def to_row_major(self, contents: bytes) -> memoryview[Any]:
@@ -49,11 +49,11 @@ class KeptTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SentTensor:
-    """A small tensor that the worker itself has sent along.
+    """A small tensor whose bytes the worker sends with the request.
 
     Args:
-        saved: What the checkpoint calls it.
-        offset: Where its bytes begin in what was sent.
+        saved: Its name and shape in the checkpoint.
+        offset: Offset of its bytes in the sent data.
     """
 
     saved: SavedTensor
@@ -62,10 +62,10 @@ class SentTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotContents:
-    """What of a snapshot, and beside it, a checkpoint is to hold.
+    """The contents of a checkpoint: tensors of a snapshot and sent tensors.
 
     Args:
-        step: How many updates it has seen.
+        step: Number of updates in the snapshot.
         kept: Tensors that the snapshot refers to.
         sent: Tensors that came with the request.
     """
@@ -75,7 +75,7 @@ class SnapshotContents:
     sent: tuple[SentTensor, ...] = ()
 
     def to_message(self) -> Message:
-        """The form in which a worker asks for it."""
+        """The message in which a worker requests them."""
         return {
             "step": self.step,
             "kept": [[*_fields(each.saved), each.tensor, each.array, list(each.order)] for each in self.kept],
@@ -87,7 +87,7 @@ class SnapshotContents:
         """Reads to_message().
 
         Raises:
-            ProtocolError: If anything in it cannot be.
+            ProtocolError: If any field is invalid.
         """
         try:
             return cls(
@@ -111,7 +111,7 @@ class SnapshotContents:
 
 
 def write_request(folder: str, details: SaveDetails, options: WriteOptions) -> Message:
-    """What a request to write a snapshot says beside its SnapshotContents."""
+    """The fields of a request to write a snapshot, in addition to its SnapshotContents."""
     return {"folder": folder, "details": asdict(details), "options": asdict(options)}
 
 

@@ -1,4 +1,4 @@
-"""The directory through which workers find the memory devices of their node, while they come together."""
+"""The directory through which workers find the memory devices of their node during the start."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ KEPT_FILE = "kept.json"
 
 
 def socket_path(directory: str | os.PathLike[str], device: int) -> str:
-    """Where memory device `device` of the session in `directory` listens."""
+    """The socket path of memory device `device` of the session in `directory`."""
     return str(Path(directory) / f"md{device}.sock")
 
 
 class OwnSocket:
-    """Where one memory device listens, in a directory whose place another session of the same name can take.
+    """The socket of one memory device, in a directory that another session of the same name can replace.
 
     Args:
-        path: Of the socket, which is there.
+        path: Path of the existing socket.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._directory_fd = -1
-        with contextlib.suppress(FileNotFoundError):  # who made it has gone, and removed it
+        with contextlib.suppress(FileNotFoundError):  # its creator has ended and removed it
             self._directory_fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def is_in_place(self) -> bool:
-        """Whether the directory of that name is still the one in which this device began to listen."""
+        """Whether the directory of that name is still the one in which this device started to listen."""
         try:
             return os.path.samestat(os.stat(self.path.parent), os.fstat(self._directory_fd))
         except OSError:
             return False
 
     def abandon(self) -> None:
-        """Removes the socket, and with the last one the directory, in a session that never came about.
+        """Removes the socket, and with the last socket the directory, of a session that never began.
 
-        That is the leader's duty, but it may have been killed.
+        Normally the leader does this, but it may have been killed.
         """
         if not self.is_in_place():
             return
@@ -52,7 +52,7 @@ class OwnSocket:
             self.path.parent.rmdir()
 
     def close(self) -> None:
-        """Lets go of the directory, whose number the system may give to another one from now on. Idempotent."""
+        """Closes the directory, so that the system may reuse its inode number. Idempotent."""
         if self._directory_fd >= 0:
             os.close(self._directory_fd)
             self._directory_fd = -1

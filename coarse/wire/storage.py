@@ -1,4 +1,4 @@
-"""Where the values of the parameter storage lie (COARSE paper, section III-D)."""
+"""The memory devices that hold the values of the parameter storage (COARSE paper, section III-D)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ import zlib
 
 
 def holders_of(key: str, num_devices: int, replicas: int = 0) -> tuple[int, ...]:
-    """The memory devices that keep the value of a key: the one that is asked for it, then those with a replica."""
+    """The memory devices that keep a key's value: first the one that answers requests, then those with replicas."""
     first = zlib.crc32(key.encode()) % num_devices
     return tuple((first + place) % num_devices for place in range(replicas + 1))

@@ -18,7 +18,7 @@ namespace py = pybind11;
 namespace coarse {
 namespace {
 
-/// By dtype; 0 where there is no kernel.
+/// By dtype; 0 if there is no kernel.
 using Handles = std::vector<std::uintptr_t>;
 
 CudaKernels::ByDType toFunctions(const Handles& handles) {

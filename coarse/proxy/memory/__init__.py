@@ -1,8 +1,8 @@
-"""Where a memory device keeps its bytes. Of the rest of it, only what joins NCCL knows which kind of memory that is;
-who plans for all devices of a node asks PartitionTable.is_on_gpus.
+"""The memories of memory devices. Outside this folder, only the NCCL code depends on the kind of memory; code that
+plans for all devices of a node uses PartitionTable.is_on_gpus.
 
-A memory is named by its kind and, where there are several of a kind, its place: "host", "numa:2",
-"dax:/dev/dax0.0" (docs/devices.md).
+A memory's name is its kind and, if several of a kind exist, its place: "host", "numa:2", "dax:/dev/dax0.0"
+(docs/devices.md).
 """
 
 from coarse.proxy.memory.device_memory import (

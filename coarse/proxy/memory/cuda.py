@@ -1,4 +1,4 @@
-"""Device memory on a GPU, on which kernels are the sync cores (docs/design/gpu.md)."""
+"""Device memory on a GPU, where kernels are the sync cores (docs/design/gpu.md)."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _POSIX_FD_SUPPORTED = 103  # CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPT
 
 
 class CudaMemory:
-    """Memory of one GPU behind file descriptors, which other processes map for GPUs to work on.
+    """Memory of one GPU, shared through file descriptors that other processes map for GPUs.
 
-    Tensors lie in it; control words and what workers have in the host's memory lie there.
+    It holds tensors; control words and the workers' host data lie in the host's memory.
 
     Args:
         device: The GPU's ordinal.
 
     Raises:
-        ValueError: As check_cuda(), or if CUDA refuses to share memory.
-        OutOfDeviceMemoryError: If there is not a page of it left.
+        ValueError: As for check_cuda(), or if CUDA refuses to share memory.
+        OutOfDeviceMemoryError: If less than a page is free.
         CoarseError: If kernels cannot be compiled here.
     """
 
@@ -45,7 +45,7 @@ class CudaMemory:
         self._stream = _native.CudaStream(self._context)
         self._try_sharing()
         self._host = HostMemory()
-        self._kernels = CudaKernels(device)  # must outlive the next, which has handles of them
+        self._kernels = CudaKernels(device)  # must outlive the tensor memory, which holds its handles
         self._tensor_memory: _native.CudaTensorMemory | None = None
 
     def allocate(self, label: str, num_bytes: int) -> Segment:
@@ -61,7 +61,7 @@ class CudaMemory:
             raise OutOfDeviceMemoryError(self.shortage(label, num_bytes)) from error
 
     def _try_sharing(self) -> None:
-        """Takes a page, passes it on as to another process, maps it from there, and gives all back."""
+        """Allocates a page, exports and maps it as another process would, and frees everything."""
         try:
             memory = self._take("a trial", self.page_bytes())
             fd = memory.export_fd()
@@ -81,13 +81,13 @@ class CudaMemory:
         return self._host.allocate_sparse(label, num_bytes)
 
     def upload(self, source: Segment, destination: Segment) -> None:
-        """Copies host memory to a segment of this memory; returns when it is there."""
+        """Copies host memory to a segment of this memory; returns when the copy is complete."""
         mapping, imported = _native.Mapping(source.region, source.num_bytes), self._import(destination)
         self._stream.copy_to_device(imported.address, mapping.address, source.num_bytes)
         self._stream.synchronize()
 
     def download(self, source: Segment, destination: Segment) -> None:
-        """Copies a segment of this memory to host memory; returns when it is there."""
+        """Copies a segment of this memory to host memory; returns when the copy is complete."""
         mapping, imported = _native.Mapping(destination.region, source.num_bytes), self._import(source)
         self._stream.copy_to_host(mapping.address, imported.address, source.num_bytes)
         self._stream.synchronize()
@@ -96,7 +96,7 @@ class CudaMemory:
         return _native.CudaMemory.import_region(self._context, segment.region)
 
     def page_bytes(self) -> int:
-        """What memory is taken by."""
+        """The unit of allocation in bytes."""
         return _native.CudaMemory.page_bytes(self._context)
 
     def available_bytes(self) -> int:
@@ -107,7 +107,7 @@ class CudaMemory:
         return nearest_cores(read_numa_nodes(), read_pci_node(_native.cuda_device_bus_id(self.device)))
 
     def try_compiler(self) -> None:
-        """Compiles and loads the shortest kernels: compilers can lack a part of their own.
+        """Compiles and loads the shortest kernels, because a compiler may be incomplete.
 
         Raises:
             CoarseError: If they cannot be compiled.
@@ -143,7 +143,7 @@ class CudaMemory:
         num_ranks: int,
         local_clients: Sequence[int],
     ) -> _native.NcclRunner:
-        """Joins the other memory devices on GPUs; waits until all have. As NcclCommunicator and NcclRunner."""
+        """Joins the other memory devices on GPUs; waits until all have joined. Like NcclCommunicator, NcclRunner."""
         assert self._tensor_memory is not None
         communicator = _native.NcclCommunicator(library, unique_id, rank, num_ranks, self._context)
         return _native.NcclRunner(communicator, self._tensor_memory, local_clients)
@@ -152,10 +152,10 @@ class CudaMemory:
         return _native.CudaSnapshotPool(self._context, plan)
 
     def close(self) -> None:
-        """Has nothing to give up: memory goes with its segments."""
+        """Does nothing: memory is freed with its segments."""
 
     def shortage(self, label: str, num_bytes: int) -> str:
-        """Says that there is not so much, how much there is, and what to do."""
+        """The message for too little memory, with the available amount and advice."""
         free_bytes, total_bytes = self._context.memory_info()
         return (
             f"{label} needs {num_bytes / 2**20:.1f} MiB of {self.name}, {free_bytes / 2**20:.1f} of its "
@@ -165,10 +165,10 @@ class CudaMemory:
 
 
 def check_cuda(device: int) -> None:
-    """Whether a GPU can be a memory device, as far as its driver says; takes nothing of it, and makes no context.
+    """Checks, using the driver's data, that a GPU can be a memory device; allocates nothing, creates no context.
 
     Raises:
-        ValueError: If it cannot; says why, and what to do.
+        ValueError: If it cannot; gives the reason and advice.
     """
     name = f"memory device cuda:{device}"
     if reason := _native.cuda_unavailable_reason():
@@ -182,23 +182,25 @@ def check_cuda(device: int) -> None:
 
 
 def describe_gpus() -> tuple[str, str]:
-    """GPUs that CUDA finds, by the names that memory devices have, and what is missing for them to be such.
+    """The GPUs that CUDA finds, by their names as memory devices, and the requirements that they lack.
 
-    Has a context on each in its turn, and compiles what is shortest: for a process that ends soon.
+    Creates a context on each in turn and compiles the shortest kernels: for a process that ends soon.
 
     Returns:
-        Both as people read them; "" for none, and for nothing.
+        Both as readable text; "" for no GPUs, and for no missing requirement.
     """
     if _native.cuda_unavailable_reason():
         return "", ""
     ordinals = range(_native.cuda_num_devices())
     gpus = [f"cuda:{gpu} ({_native.cuda_device_name(gpu)})" for gpu in ordinals]
-    missing = dict.fromkeys(filter(None, map(_missing_for, ordinals)))  # the same for all is said once
+    missing = dict.fromkeys(
+        filter(None, map(_missing_for, ordinals))
+    )  # a requirement that all lack appears once
     return ", ".join(gpus), "; ".join(missing)
 
 
 def _missing_for(device: int) -> str:
-    """Why a GPU can be no memory device; "" if it can."""
+    """Why a GPU cannot be a memory device; "" if it can."""
     try:
         CudaMemory(device).try_compiler()
     except (CoarseError, ValueError) as error:

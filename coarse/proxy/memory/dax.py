@@ -19,9 +19,9 @@ from coarse.machine.host import nearest_cores, read_dax_devices, read_numa_nodes
 from coarse.proxy.memory.host import HostMemory
 from coarse.wire.segments import Extent, Segment
 
-_ALIGNMENT_BYTES = 2 << 20  # of extents, unless the device asks for more
+_ALIGNMENT_BYTES = 2 << 20  # of extents, unless the device requires more
 _LOCK = struct.Struct("hhqqi4x")  # struct flock: type, whence, start, length, process
-_PATIENCE_S = 2.0  # a memory device of the session before may be about to end
+_PATIENCE_S = 2.0  # a memory device of the previous session may be about to end
 _POLL_S = 0.01
 _MOST_COMMAND_CHARACTERS = 80
 _SYSFS = Path("/sys")
@@ -32,12 +32,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DaxGeometry:
-    """What a DAX device says of itself.
+    """Properties of a DAX device.
 
     Args:
-        num_bytes: Its size.
-        alignment_bytes: What is mapped begins and ends at multiples of it.
-        node: The NUMA node whose processors are nearest; -1 if nobody knows.
+        num_bytes: Size of the device.
+        alignment_bytes: Mappings start and end at multiples of it.
+        node: The NUMA node whose processors are nearest; -1 if unknown.
         is_file: Whether it is a file, which may have holes.
     """
 
@@ -50,19 +50,19 @@ class DaxGeometry:
 class DaxMemory:
     """A DAX device, or a file on a DAX file system, that belongs to one memory device.
 
-    Tensors lie in it, each segment in an extent of its own; control words, old versions for snapshots and copies for
-    workers lie in the host's memory, because they need seals, or pages that come and go.
+    It holds tensors, each segment in its own extent. Control words, old versions for snapshots and copies for workers
+    lie in the host's memory, because they need seals, or pages that are allocated and freed at any time.
 
-    The kernel keeps the books: every segment has an open file description of its own, which holds a lock on its
-    extent, and so the extent is free when, and only when, the last descriptor and the last mapping of it are gone,
-    in whatever process, however it ended. The device as a whole is locked as long as the memory device lives.
+    The kernel tracks the extents: every segment has its own open file description, which holds a lock on its extent.
+    Thus the extent is free when, and only when, the last descriptor and the last mapping of it are gone, in any
+    process, however it ended. The whole device is locked as long as the memory device lives.
 
     Args:
-        path: Of the device, or the file.
+        path: Path of the device or file.
 
     Raises:
-        ValueError: If it is no DAX device, cannot be opened, is too small or not aligned.
-        DeviceMemoryBusyError: If another process has it; says which.
+        ValueError: If it is not a DAX device, cannot be opened, is too small or not aligned.
+        DeviceMemoryBusyError: If another process uses it; names that process.
     """
 
     kind = "dax"
@@ -131,7 +131,7 @@ class DaxMemory:
             os.close(fd)
 
     def _fill_holes(self, label: str, fd: int, begin: int, num_bytes: int) -> None:
-        """Takes space for a part of a file, which would otherwise be missing when it is written to (SIGBUS)."""
+        """Allocates disk space for a part of a file; without it, a write would cause SIGBUS."""
         try:
             os.posix_fallocate(fd, begin, num_bytes)
         except OSError as error:
@@ -141,7 +141,7 @@ class DaxMemory:
             ) from error
 
     def _gaps(self) -> Iterator[tuple[int, int]]:
-        """Begin and end of what nobody holds, in the order of the device."""
+        """Start and end of each free range, in the order of the device."""
         return _gaps(self._fd, 0, self._geometry.num_bytes)
 
     def _shortage(self, label: str, num_bytes: int) -> str:
@@ -155,10 +155,10 @@ class DaxMemory:
 
 
 def dax_geometry(path: str) -> DaxGeometry:
-    """Asks a DAX device for its size; does not open it.
+    """Reads a DAX device's properties; does not open it.
 
     Raises:
-        ValueError: If it is none, or too small, or not aligned.
+        ValueError: If it is not a DAX device, is too small, or is not aligned.
     """
     try:
         status = os.stat(path)
@@ -189,9 +189,9 @@ def dax_geometry(path: str) -> DaxGeometry:
 
 
 def is_kernels_own(path: str) -> bool:
-    """Whether a device's file is the one that the kernel made for the whole machine, whose locks everybody sees.
+    """Whether a device's file is the kernel's own for the whole machine, whose locks all processes see.
 
-    Others are made by mknod, as by `docker run --device` for each container. True also where nobody can tell.
+    mknod creates others, for example `docker run --device` for each container. True also if unknown.
     """
     device = os.stat(path).st_dev
     mounted = f"{os.major(device)}:{os.minor(device)}"
@@ -235,7 +235,7 @@ def _open(path: str) -> int:
 
 
 def _reopen(fd: int) -> int:
-    """An open file description of its own, with locks of its own."""
+    """A new open file description, with its own locks."""
     return os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
 
 
@@ -272,19 +272,19 @@ def _gaps(fd: int, begin: int, end: int) -> Iterator[tuple[int, int]]:
 
 def _describe_holders(path: str) -> str:
     found = set(_holders(path))
-    others = found - {os.getpid()} or found  # this process has opened it too, to ask
+    others = found - {os.getpid()} or found  # this process has opened it too, for this query
     holders = [f"process {pid} ({_command(pid)})" for pid in sorted(others)]
     return " or ".join(holders) or "a process of another user"
 
 
 def _holders(path: str) -> Iterator[int]:
-    """Processes with a descriptor of a file, as far as this one may look."""
+    """Processes with a descriptor of a file, as far as this process has permission to look."""
     real_path = os.path.realpath(path)
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             if any(os.readlink(link) == real_path for link in (folder / "fd").iterdir()):
                 yield int(folder.name)
-        except OSError:  # ended meanwhile, or somebody else's
+        except OSError:  # the process has ended, or belongs to another user
             continue
 
 

@@ -1,4 +1,4 @@
-"""What all kinds of device memory have in common, and how one is opened by its name."""
+"""The interface of all kinds of device memory, and functions that open one by its name."""
 
 from __future__ import annotations
 
@@ -16,79 +16,79 @@ class DeviceMemory(Protocol):
 
     kind: str
     is_mappable: bool
-    """Whether processors read and write it; else it is that of a GPU."""
+    """Whether processors read and write it; otherwise it is GPU memory."""
     num_places: int
-    """On how many memories its pages lie by turns."""
+    """Number of memories over which its pages are interleaved."""
     takes_pages_later: bool
-    """Whether allocate_sparse() can stand in for allocate(), and a worker reserves pages when they are needed."""
+    """Whether allocate_sparse() can replace allocate(), and workers reserve pages on demand."""
     message_bytes: int
-    """Of a message between neighbours of a ring, at most."""
+    """Largest message between neighbours of a ring, in bytes."""
 
     @property
     def name(self) -> str:
-        """As people know it: host memory, NUMA node 2, /dev/dax0.0, cuda:1."""
+        """A readable name: host memory, NUMA node 2, /dev/dax0.0, cuda:1."""
 
     def allocate(self, label: str, num_bytes: int) -> Segment:
-        """Takes `num_bytes` of zeroed memory, for tensors.
+        """Allocates `num_bytes` of zeroed memory, for tensors.
 
         Raises:
-            OutOfDeviceMemoryError: If it is not there; nothing was taken.
+            OutOfDeviceMemoryError: If it is not available; then nothing was allocated.
         """
 
     def allocate_host(self, label: str, num_bytes: int) -> Segment:
-        """The same as sealed memory that every processor reaches, for control words and copies that workers read.
+        """Allocates sealed memory that every processor reaches, for control words and copies that workers read.
 
         Raises:
-            OutOfDeviceMemoryError: If it is not there; nothing was taken.
+            OutOfDeviceMemoryError: If it is not available; then nothing was allocated.
         """
 
     def allocate_sparse(self, label: str, num_bytes: int) -> Segment:
-        """Sealed memory whose pages are taken, and given back, one by one later; nothing is taken now.
+        """Sealed memory whose pages are allocated and freed one by one later; allocates none now.
 
         Raises:
-            OutOfDeviceMemoryError: If there is no such memory.
+            OutOfDeviceMemoryError: If such memory does not exist.
         """
 
     def available_bytes(self) -> int:
-        """How much allocate() can still give, at this moment."""
+        """Bytes that allocate() can currently still allocate."""
 
     def cores(self) -> tuple[int, ...]:
-        """The processors nearest to it; () where none is nearer than others."""
+        """The processors nearest to it; () if none is nearer than others."""
 
     def tensor_memory(self) -> _native.TensorMemory | None:
-        """What sync cores reach tensors by; None where they do so themselves.
+        """The interface by which sync cores access tensors; None if they access them directly.
 
         Raises:
-            CoarseError: If it cannot be had.
+            CoarseError: If it is not available.
         """
 
     def snapshot_pool(self, plan: _native.GroupPlan) -> _native.SnapshotPool | None:
-        """Where old versions of a group's parameters and states go; None where that is sparse memory.
+        """The pool for old versions of a group's parameters and states; None if they use sparse memory.
 
         Raises:
-            _native.CudaError: If it cannot be had.
+            _native.CudaError: If it cannot be allocated.
         """
 
     def close(self) -> None:
-        """Gives the memory up, but for segments that are still open or mapped somewhere. Idempotent."""
+        """Frees the memory, except for segments that are still open or mapped in any process. Idempotent."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemories:
-    """What a memory device allocates from.
+    """The memories from which a memory device allocates.
 
     Args:
-        own: Where slots lie, and values that workers store.
-        common: Where that lies which a node has once, parameters and states of optimizers: in the memory of all its
-            memory devices, where these are NUMA nodes, or GPUs that reach each other, and nothing has replicas; else
-            it is `own`.
+        own: Memory for slots and for values that workers store.
+        common: Memory for data that a node holds once: parameters and states of optimizers. It spans the memories of
+            all the node's memory devices if these are NUMA nodes, or GPUs that reach each other, and replicas are
+            off; otherwise it is `own`.
     """
 
     own: DeviceMemory
     common: DeviceMemory
 
     def close(self) -> None:
-        """Gives both up. Idempotent."""
+        """Closes both. Idempotent."""
         self.common.close()
         self.own.close()
 
@@ -97,13 +97,13 @@ def open_memories(names: Sequence[str], device: int, *, replicas: int = 0) -> De
     """The memories of one memory device.
 
     Args:
-        names: Of the memory of each device of the node, as in MemoryName.
-        device: Which of them it is.
-        replicas: How many others have what each device has: what is to outlive one of them may not lie in parts with
-            all.
+        names: Names of the memories of the node's devices, as in MemoryName.
+        device: Number of this device.
+        replicas: Extra copies of each device's contents. Data that must survive the loss of a device cannot be spread
+            over all devices.
 
     Raises:
-        ValueError, DeviceMemoryBusyError: As open_memory().
+        ValueError, DeviceMemoryBusyError: As for open_memory().
     """
     own = open_memory(names[device])
     memories = {MemoryName.parse(name): None for name in names}  # in the order of devices
@@ -113,7 +113,7 @@ def open_memories(names: Sequence[str], device: int, *, replicas: int = 0) -> De
 
 
 def _common_memory(own: DeviceMemory, places: Sequence[str]) -> DeviceMemory:
-    """What has memory of several places, all of the kind of `own`; `own` itself if nothing can."""
+    """A memory that spans several places, all of the kind of `own`; `own` itself if that is impossible."""
     if own.kind == "numa":
         from coarse.proxy.memory.numa import NumaMemory
 
@@ -130,14 +130,14 @@ def _common_memory(own: DeviceMemory, places: Sequence[str]) -> DeviceMemory:
 
 
 def open_memory(name: str) -> DeviceMemory:
-    """The memory of a memory device, to be its own from now on.
+    """Opens the memory of a memory device, which then owns it.
 
     Args:
         name: As in MemoryName.
 
     Raises:
-        ValueError: If there is no such memory here; says what there is.
-        DeviceMemoryBusyError: If somebody else has it for himself.
+        ValueError: If this machine has no such memory; lists the existing ones.
+        DeviceMemoryBusyError: If another process uses it exclusively.
     """
     memory = MemoryName.parse(name)
     if memory.kind == "numa":
@@ -158,15 +158,15 @@ def open_memory(name: str) -> DeviceMemory:
 
 
 def try_memory(name: str) -> None:
-    """Takes a little of a memory and gives it back, so that what is wrong is known before a device is started.
+    """Allocates a little of a memory and frees it, to find errors before a device starts.
 
     Raises:
-        ValueError, CoarseError: As open_memory() and allocate() do.
+        ValueError, CoarseError: As for open_memory() and allocate().
     """
     if MemoryName.parse(name).kind == "cuda":
         from coarse.proxy.memory.cuda import check_cuda
 
-        return check_cuda(int(MemoryName.parse(name).place))  # no context: the memory device has one
+        return check_cuda(int(MemoryName.parse(name).place))  # no context: the memory device creates one
     memory = open_memory(name)
     try:
         memory.allocate("a trial", 1).close()
@@ -175,12 +175,12 @@ def try_memory(name: str) -> None:
 
 
 def require_compiler(name: str) -> None:
-    """Looks for what compiles the kernels of a memory's GPU; compiles nothing, and makes no CUDA context.
+    """Checks that a compiler for the kernels of a memory's GPU exists; compiles nothing and creates no CUDA context.
 
-    Loads libraries, of versions that a framework in this process may not want: for processes without one.
+    For processes without a framework: the loaded library versions may conflict with a framework.
 
     Raises:
-        CoarseError: If there is none; says what to install.
+        CoarseError: If no compiler exists; names the package to install.
     """
     memory = MemoryName.parse(name)
     if memory.kind == "cuda":
@@ -190,10 +190,10 @@ def require_compiler(name: str) -> None:
 
 
 def available_bytes(name: str) -> int:
-    """How much a memory can give, for whoever does not own it.
+    """Available bytes of a memory, for a process that does not own it.
 
     Raises:
-        ValueError: If there is no such memory here.
+        ValueError: If this machine has no such memory.
     """
     memory = MemoryName.parse(name)
     if memory.kind == "dax":

@@ -9,7 +9,7 @@ from coarse.wire.segments import Segment
 
 
 class HostMemory:
-    """Sealed memfds that nobody can find by name."""
+    """Sealed memfds, which have no name in any file system."""
 
     kind = "host"
     name = "host memory"
@@ -39,7 +39,7 @@ class HostMemory:
             ) from error
 
     def reserve(self, label: str, segment: Segment, begin: int, end: int) -> None:
-        """Reserves pages of a segment that was allocated sparsely, as host_memory.reserve() does."""
+        """Reserves pages of a sparsely allocated segment, like host_memory.reserve()."""
         reserve(label, segment, begin, end)
 
     def available_bytes(self) -> int:
@@ -55,4 +55,4 @@ class HostMemory:
         return None
 
     def close(self) -> None:
-        """Has nothing to give up: memory goes with its segments."""
+        """Does nothing: memory is freed with its segments."""

@@ -1,4 +1,4 @@
-"""Device memory on NUMA nodes: CXL memory that Linux manages is such a node, without cores (docs/devices.md)."""
+"""Device memory on NUMA nodes: CXL memory managed by Linux is a NUMA node without cores (docs/devices.md)."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from coarse.machine.host import (
 from coarse.wire.host_memory import RESERVE_BYTES, memory_name, refused, within_cgroup
 from coarse.wire.segments import Segment
 
-_PAGE_BYTES = mmap.PAGESIZE  # what numa_maps counts in; a huge page counts as many small ones
+_PAGE_BYTES = mmap.PAGESIZE  # the unit of numa_maps, where a huge page counts as many small ones
 
 
 class NumaMemory:
-    """Sealed memfds whose pages all lie on one NUMA node, or by turns on several; it is looked up where they are.
+    """Sealed memfds whose pages all lie on one NUMA node, or are interleaved over several; verifies their places.
 
     Args:
-        nodes: Their numbers.
+        nodes: Numbers of the NUMA nodes.
 
     Raises:
-        ValueError: If there is no such node here, or it has no memory, or this process may not have any of it.
+        ValueError: If this machine has no such node, or the node has no memory, or this process may not use it.
     """
 
     kind = "numa"
@@ -48,7 +48,7 @@ class NumaMemory:
 
     def allocate(self, label: str, num_bytes: int) -> Segment:
         available = self.available_bytes()
-        if num_bytes > available:  # the kernel would rather end processes than fail
+        if num_bytes > available:  # the kernel would kill processes instead of failing
             raise OutOfDeviceMemoryError(self._shortage(label, num_bytes, available))
         segment = self._bind(label, num_bytes, is_allocated=True)
         try:
@@ -65,7 +65,7 @@ class NumaMemory:
         return self._bind(label, num_bytes, is_allocated=False)
 
     def available_bytes(self) -> int:
-        # Where nodes take turns, the first one that is full ends it.
+        # With interleaving, the first full node is the limit.
         return within_cgroup(self.num_places * min(map(_available_on, self.nodes)))
 
     def cores(self) -> tuple[int, ...]:
@@ -78,7 +78,7 @@ class NumaMemory:
         return None
 
     def close(self) -> None:
-        """Has nothing to give up: memory goes with its segments."""
+        """Does nothing: memory is freed with its segments."""
 
     def _bind(self, label: str, num_bytes: int, *, is_allocated: bool) -> Segment:
         try:
@@ -95,7 +95,7 @@ class NumaMemory:
 
     def _verify(self, label: str, segment: Segment) -> None:
         mapping = _native.Mapping(segment.region, segment.num_bytes, read_only=True)
-        mapping.populate()  # numa_maps counts what is mapped
+        mapping.populate()  # numa_maps counts mapped pages
         pages = parse_numa_maps(Path("/proc/self/numa_maps").read_text(), mapping.address)
         expected = -(-segment.num_bytes // _PAGE_BYTES)
         if not set(pages) <= set(self.nodes) or sum(pages.values()) < expected:
@@ -121,13 +121,13 @@ def _available_on(node: int) -> int:
     def num_bytes(name: str) -> int:
         return parse_kib(fields.get(f"Node {node} {name}", ""))
 
-    # Half of what files hold in memory, as the kernel's own estimate for all nodes together leaves some of it.
+    # Half of the memory of cached files, like the kernel's own estimate for all nodes, which also leaves some.
     cached = num_bytes("Active(file)") + num_bytes("Inactive(file)") + num_bytes("SReclaimable")
     return max(0, num_bytes("MemFree") + cached // 2 - RESERVE_BYTES)
 
 
 def parse_numa_maps(text: str, address: int) -> dict[int, int]:
-    """Reads /proc/PID/numa_maps: pages by node of the mapping that begins at `address`; nothing if none does."""
+    """Reads /proc/PID/numa_maps: pages by node of the mapping that starts at `address`; empty if none does."""
     for line in text.splitlines():
         begin, _, rest = line.partition(" ")
         if int(begin, 16) == address:
@@ -136,7 +136,7 @@ def parse_numa_maps(text: str, address: int) -> dict[int, int]:
 
 
 def _allowed_nodes() -> tuple[int, ...]:
-    """The nodes of which this process may have memory: a control group can leave it some only."""
+    """The nodes whose memory this process may use: a control group can restrict them."""
     fields: Mapping[str, str] = parse_fields(Path("/proc/self/status").read_text())
     return parse_cores(fields.get("Mems_allowed_list", ""))
 

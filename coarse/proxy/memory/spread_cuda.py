@@ -1,4 +1,4 @@
-"""Device memory on several GPUs at once, for what a node has once (docs/design/gpu.md)."""
+"""Device memory that spans several GPUs, for data that a node holds once (docs/design/gpu.md)."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from coarse.wire.segments import Segment
 
 
 class SpreadCudaMemory:
-    """Memory of GPUs that reach each other, in as many pieces side by side, of about the same length.
+    """Memory of GPUs that reach each other: one piece for each GPU, consecutive and of about equal length.
 
-    What an optimizer keeps for a parameter lies on the GPU of the parameter: both are laid out in the same order, and
-    cut at the same parts of their lengths. Each GPU updates what it has. Other GPUs than `own` are first used when
-    memory is asked for.
+    The optimizer states of a parameter lie on the parameter's GPU: both have the same order and are cut at the same
+    fractions of their lengths. Each GPU updates its own parameters. GPUs other than `own` are not used before the
+    first allocation.
 
     Args:
-        own: That of the memory device, which has the first piece.
+        own: The memory device's GPU memory, which holds the first piece.
         others: Ordinals of the other GPUs.
     """
 
@@ -70,7 +70,7 @@ class SpreadCudaMemory:
         return self.tensor_memory().snapshot_pool(plan)
 
     def close(self) -> None:
-        """Has nothing to give up: memory goes with its segments."""
+        """Does nothing: memory is freed with its segments."""
 
     def _memories(self) -> list[CudaMemory]:
         if not self._opened:
@@ -79,14 +79,14 @@ class SpreadCudaMemory:
 
 
 def piece_lengths(num_bytes: int, count: int, page_bytes: int) -> list[int]:
-    """Cuts memory into `count` pieces of about the same length, where pages end; those behind the end have none."""
+    """Cuts memory at page ends into `count` pieces of about equal length; pieces after the end are empty."""
     num_pages = -(-num_bytes // page_bytes)
     cuts = [min(-(-number * num_pages // count) * page_bytes, num_bytes) for number in range(count + 1)]
     return [end - begin for begin, end in pairwise(cuts)]
 
 
 def reachable_from(home: int, others: Sequence[int]) -> list[int]:
-    """Those of other GPUs that reach this one and each other; of several choices the one with the first of them."""
+    """Those of `others` that reach `home` and each other; prefers the earlier GPUs in case of a choice."""
     chosen = [home]
     for device in others:
         if all(_reach_each_other(device, other) for other in chosen):

@@ -1,4 +1,4 @@
-"""Where values lie that workers store, and how they come there and back (docs/design/storage.md)."""
+"""Memory of stored values, and the transfers between it and workers (docs/design/storage.md)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from coarse.proxy.memory.cuda import CudaMemory
 
 LEAST_GPU_VALUE_BYTES = 1 << 20
-"""Smaller values lie in the host's memory: a GPU gives whole pages, of 2 MiB."""
+"""Smaller values lie in the host's memory: a GPU allocates whole pages of 2 MiB."""
 
 
 class ValueMemory(Protocol):
@@ -22,26 +22,26 @@ class ValueMemory(Protocol):
         """Memory into which a worker writes a value.
 
         Raises:
-            OutOfDeviceMemoryError: If it is not there; nothing was taken.
+            OutOfDeviceMemoryError: If it is not available; then nothing was allocated.
         """
 
     def settle(self, label: str, written: Segment) -> Segment:
-        """Where a value stays that a worker has written; takes `written` over.
+        """Moves a value that a worker has written to its final place; takes ownership of `written`.
 
         Raises:
-            OutOfDeviceMemoryError: If there is no room; `written` stays the caller's.
+            OutOfDeviceMemoryError: If the memory is full; then the caller keeps `written`.
         """
 
     def open(self, value: Segment) -> Segment:
-        """A value for a worker to read, to be closed apart from `value`.
+        """A value for a worker to read, in a new segment, which must be closed separately.
 
         Raises:
-            OutOfDeviceMemoryError: If there is no room for a copy that it takes.
+            OutOfDeviceMemoryError: If it needs a copy and the memory is full.
         """
 
 
 class MappedValues:
-    """Values in memory that workers map: they write and read them where they lie."""
+    """Values in memory that workers map: they write and read them in place."""
 
     def __init__(self, memory: DeviceMemory) -> None:
         self._memory = memory
@@ -58,7 +58,7 @@ class MappedValues:
 
 
 class GpuValues:
-    """Values in the memory of a GPU. Workers write and read copies in the host's: they need not see the GPU."""
+    """Values in GPU memory. Workers write and read copies in host memory: they need not see the GPU."""
 
     def __init__(self, memory: CudaMemory) -> None:
         self._memory = memory
@@ -92,5 +92,5 @@ class GpuValues:
 
 
 def value_memory(memory: DeviceMemory) -> ValueMemory:
-    """What a memory device keeps stored values in."""
+    """The memory in which a memory device keeps stored values."""
     return MappedValues(memory) if memory.is_mappable else GpuValues(cast("CudaMemory", memory))

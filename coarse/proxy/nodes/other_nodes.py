@@ -1,4 +1,4 @@
-"""What a memory device knows of the other nodes of its job."""
+"""A memory device's view of the other nodes of its job."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from coarse.wire.failure_messages import Failure, node_lost
 
 
 class OtherNodes:
-    """Takes what the native proxy reports of other nodes. Used from the control thread alone.
+    """Handles the native proxy's reports about other nodes. Used from the control thread alone.
 
     Args:
         job: The device's place in the session.
-        tell_peers: Tells the other devices of this node.
+        tell_peers: Sends a message to the other devices of this node.
         abort: Ends the session.
     """
 
@@ -23,12 +23,12 @@ class OtherNodes:
         self._job = job
         self._tell_peers = tell_peers
         self._abort = abort
-        self._ended_at: dict[int, set[int]] = {}  # by node, devices of this one that have seen it end
+        self._ended_at: dict[int, set[int]] = {}  # by other node, this node's devices that have seen it end
         self.departed_ranks: set[int] = set()
         """Workers of other nodes that have left."""
 
     def take_events(self, proxy: _native.Proxy) -> None:
-        """Takes all that has happened since the last call."""
+        """Handles all events since the last call."""
         for kind, node, rank, reason in proxy.take_node_events():
             text = reason.decode(errors="replace")
             if kind == _native.NodeEventKind.LEFT:
@@ -43,7 +43,7 @@ class OtherNodes:
                 self.node_ended(node, self._job.device, proxy)
 
     def node_ended(self, node: int, device: int, proxy: _native.Proxy | None) -> None:
-        """Once all devices of this node have seen the end of another one's, nothing of it is on its way any more."""
+        """When all devices of this node have seen another node's end, no more of its messages can arrive."""
         seen = self._ended_at.setdefault(node, set())
         seen.add(device)
         if len(seen) == self._job.num_devices and proxy is not None:

@@ -1,4 +1,4 @@
-"""The other memory devices of a node, as one of them sees them."""
+"""One memory device's connections to the other devices of its node."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from coarse.wire.messages import Channel, Message, Received
 STOPPED = "stopped"
 """The last message of a memory device in an attempt: its sync cores have ended."""
 ENDED = "ended"
-"""The last message of a memory device whose workers have all left: that it ends is no loss."""
+"""The last message of a memory device whose workers have all left: its end does not count as a loss."""
 
 
 class Peers:
     """Connections to the other memory devices. Used from the control thread alone.
 
     Args:
-        job: This device's place in the session; the sockets now belong to the peers.
-        loop: Watches them.
-        on_message: Takes a device's number and what it says; owns the descriptors that came with it.
-        on_lost: Takes the number of a device that has ended and not said that it would.
+        job: This device's place in the session; this object takes ownership of the sockets.
+        loop: Watches the sockets.
+        on_message: Receives a device's number and message; owns the message's descriptors.
+        on_lost: Receives the number of a device that has ended unannounced.
     """
 
     def __init__(
@@ -49,15 +49,15 @@ class Peers:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all other devices are there, or were; not while one that was lost before is to be replaced."""
+        """Whether all other devices have connected; False while a replacement of a lost device is missing."""
         return not self._missing
 
     def replace(self, device: int, fd: int) -> None:
-        """Another device has taken the place of one that was lost.
+        """Adds the replacement of a lost device.
 
         Args:
-            device: Its number.
-            fd: A connected SEQPACKET socket to it, which now belongs to the peers.
+            device: Number of the device.
+            fd: A connected SEQPACKET socket to it; this object takes ownership.
         """
         if (lost := self._channels.pop(device, None)) is not None:
             self._loop.unwatch(lost.fileno())
@@ -72,22 +72,22 @@ class Peers:
         self._loop.watch(fd, lambda: self._read(device))
 
     def tell(self, message: Message, fds: Sequence[int] = ()) -> None:
-        """Sends to every other device; one that is gone is noticed by its socket."""
+        """Sends to every other device; the socket of a lost device reports its end."""
         for device in self._channels:
             self.tell_one(device, message, fds)
 
     def tell_one(self, device: int, message: Message, fds: Sequence[int] = ()) -> None:
-        """The same to one device; what its socket does not take yet goes out when it does."""
+        """Sends to one device; the rest follows when its socket accepts more."""
         outbox.send(self._loop, self._channels[device], message, fds)
 
     def await_stop(self, deadline_s: float) -> set[int]:
-        """Waits until every other device has said STOPPED; what it says after that is not read.
+        """Waits until every other device has sent STOPPED; does not read later messages.
 
         Returns:
-            Devices that have ended without it.
+            Devices that have ended without sending it.
 
         Raises:
-            TimeoutError: If one has not said it by `deadline_s` of the monotonic clock.
+            TimeoutError: If a device has not sent it before `deadline_s` of the monotonic clock.
         """
         ended = {
             device
@@ -97,13 +97,13 @@ class Peers:
         return ended | self._missing
 
     def await_message(self, device: int, kind: str, deadline_s: float) -> bool:
-        """Waits until one device has said something. What it says before is of no interest any more.
+        """Waits for a message of `kind` from one device; ignores earlier messages.
 
         Returns:
-            Whether it has; not if it has ended.
+            Whether the message came; False if the device has ended.
 
         Raises:
-            TimeoutError: If it has not by `deadline_s` of the monotonic clock.
+            TimeoutError: If it has not come before `deadline_s` of the monotonic clock.
         """
         channel = self._channels[device]
         self._loop.unwatch(channel.fileno())

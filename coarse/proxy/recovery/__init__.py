@@ -1,1 +1,1 @@
-"""What a memory device keeps across restarts, and copies of other devices' contents."""
+"""A memory device's contents that survive restarts, and replicas of other devices' contents."""

@@ -1,4 +1,4 @@
-"""What a memory device keeps while the workers of a job are started again (docs/design/recovery.md)."""
+"""A memory device's contents that survive a restart of the job's workers (docs/design/recovery.md)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from coarse.wire.segments import Segment
 class PersistentGroup:
     """Parameters and states of one group.
 
-    `group` is its number in the attempt under way, `updates` what it holds when no attempt is.
+    `group` is its number in the current attempt; `updates` is its state between attempts.
     """
 
     schema: GroupSchema
@@ -24,22 +24,22 @@ class PersistentGroup:
     updates: RecoveredUpdates | None = None
 
     def close(self) -> None:
-        """Gives the memory up."""
+        """Frees the memory."""
         for segment in self.segments.values():
             segment.close()
 
 
 class PersistentGroups:
-    """The groups with an optimizer of a home device, or their replicas, by name. For the control thread alone."""
+    """A home device's groups with optimizers, or their replicas, by name. Used from the control thread alone."""
 
     def __init__(self) -> None:
         self._groups: dict[str, PersistentGroup] = {}
 
     def find(self, schema: GroupSchema) -> PersistentGroup | None:
-        """What was kept for a group that is registered now; None if nothing was.
+        """The kept data of a group that is being registered; None if nothing was kept.
 
         Raises:
-            SchemaMismatchError: If that is no such group; names the first difference.
+            SchemaMismatchError: If the kept group differs; names the first difference.
         """
         kept = self._groups.get(schema.name)
         if kept is None or kept.updates is None:
@@ -52,12 +52,12 @@ class PersistentGroups:
         return kept
 
     def adopt(self, group: int, schema: GroupSchema, shared: Mapping[str, Segment]) -> None:
-        """A group was registered, whether with kept memory or with new one: it is to be kept from now on.
+        """Starts to keep a group that was registered, with kept or new memory.
 
         Args:
-            group: Its number.
-            schema: What it is.
-            shared: What the node has once of it; stays the caller's.
+            group: Number of the group.
+            schema: Schema of the group.
+            shared: The group's segments that the node holds once; the caller closes them.
         """
         if (previous := self._groups.get(schema.name)) is not None:
             previous.close()
@@ -75,9 +75,9 @@ class PersistentGroups:
         """Takes a group that another memory device has kept.
 
         Args:
-            schema: What it is.
-            segments: Parameters and states, from now on of this object.
-            updates: What they hold.
+            schema: Schema of the group.
+            segments: Parameters and states; this object takes ownership.
+            updates: State of their contents.
         """
         if (previous := self._groups.get(schema.name)) is not None:
             previous.close()
@@ -86,23 +86,22 @@ class PersistentGroups:
         )
 
     def settled(self) -> Iterator[tuple[PersistentGroup, RecoveredUpdates]]:
-        """All groups of which it is known what they hold, and that."""
+        """All groups whose state is known, with that state."""
         for kept in self._groups.values():
             if kept.updates is not None:
                 yield kept, kept.updates
 
     def forget(self, group: int) -> None:
-        """The workers have given a group up."""
+        """Removes a group that the workers have released."""
         for name, kept in list(self._groups.items()):
             if kept.group == group:
                 self._groups.pop(name).close()
 
     def settle(self, finished: Iterable[tuple[int, int, list[int], str]]) -> list[str]:
-        """An attempt has ended: notes what its groups hold, and drops those that hold no whole step.
+        """Records the state of the groups after an attempt, and drops groups without a whole step.
 
         Args:
-            finished: As the native proxy tells it: group, step, numbers of updates, and what is wrong, if anything
-                is.
+            finished: The native proxy's report: group, step, numbers of updates, and the error, if any.
 
         Returns:
             Why groups could not be kept.
@@ -130,9 +129,9 @@ class PersistentGroups:
 
 @dataclass(slots=True)
 class DeviceContents:
-    """What outlives the workers of one attempt: parameters and states, and values that workers have stored.
+    """Contents that outlive an attempt's workers: parameters, states, and values that workers have stored.
 
-    `groups` are the home device's, `replicas` the same once more at the device that keeps them.
+    `groups` are the home device's groups; `replicas` are their copies on the keeper.
     """
 
     groups: PersistentGroups = field(default_factory=PersistentGroups)

@@ -1,7 +1,8 @@
-"""What memory devices keep of each other's contents, and give to a device that takes a lost one's place.
+"""Replicas of memory devices' contents, and their transfer to a device that replaces a lost one.
 
-With one replica every device has a neighbour, the next one of the ring, that keeps what it has once more
-(docs/design/recovery.md). Parameters and states of all groups are the home device's, stored values everybody's.
+With one replica, the next device of the ring keeps an extra copy of each device's contents
+(docs/design/recovery.md). The home device holds parameters and states of all groups; every device holds stored
+values.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ SendToPeer = Callable[[int, Message, Sequence[int]], None]
 
 
 class Replication:
-    """What one memory device does about replicas. Used from the control thread alone.
+    """One memory device's handling of replicas. Used from the control thread alone.
 
     Args:
         job: The device's place in the session.
-        memories: Where what comes back to it is to lie.
-        contents: What the device has.
-        send: Tells another device.
+        memories: Memories for contents that the device receives back.
+        contents: The device's contents.
+        send: Sends a message to another device.
     """
 
     def __init__(
@@ -47,15 +48,15 @@ class Replication:
         self._send = send
 
     def survives(self, lost: Collection[int]) -> bool:
-        """Whether nothing is lost with these devices."""
+        """Whether all contents survive the loss of these devices."""
         return not lost or (self._job.replicas > 0 and len(lost) == 1)
 
     def finish(self, proxy: _native.Proxy, lost: Collection[int]) -> None:
-        """Brings what this device has of all groups to one whole step. On others than the home device after that.
+        """Brings this device's contents of all groups to one whole step. The home device goes first.
 
         Args:
-            proxy: Stopped; no worker lives any more.
-            lost: Devices that do not live any more either.
+            proxy: The stopped proxy; all workers have ended.
+            lost: Devices that have ended too.
         """
         lost_clients = [client for device in lost for client in self._job.clients_of[device]]
         if self._job.is_home:
@@ -69,7 +70,7 @@ class Replication:
             logger.warning("[md%s] cannot keep %s", self._job.device, problem)
 
     def refill(self, device: int) -> None:
-        """Gives a device that has taken a lost one's place what that one had, if it was here too."""
+        """Sends the replacement of a lost device that device's contents, if this device has copies of them."""
         if device == HOME_DEVICE and self._job.keeps_replica:
             for kept, updates in self._contents.replicas.settled():
                 extents, fds = pack(kept.segments.values())
@@ -90,11 +91,11 @@ class Replication:
                 self._send(device, message | {"extents": extents}, fds)
 
     def take(self, message: Message, segments: Sequence[Segment]) -> None:
-        """This device has taken a lost one's place, and another one tells what that had: copies it.
+        """Copies contents that another device sends, because this device has replaced a lost one.
 
         Raises:
-            OutOfDeviceMemoryError: If it does not fit here.
-            ProtocolError: If it is nothing of the kind.
+            OutOfDeviceMemoryError: If they do not fit.
+            ProtocolError: If the message is not of this kind.
         """
         if message["type"] == REFILL_VALUE:
             key = text_field(message, "key")
@@ -116,7 +117,7 @@ class Replication:
 
 
 def _copy(memory: DeviceMemory, label: str, segment: Segment, num_bytes: int) -> Segment:
-    """Copies what another memory device has, small values of one on a GPU within the host's memory."""
+    """Copies another memory device's segment; small values of a device on a GPU stay in host memory."""
     is_of_kind = memory.is_mappable or bool(segment.gpu)
     copy = memory.allocate(label, num_bytes) if is_of_kind else memory.allocate_host(label, num_bytes)
     _native.copy_region(

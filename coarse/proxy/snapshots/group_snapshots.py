@@ -1,4 +1,4 @@
-"""The snapshots of one tensor group's parameters and optimizer state, as its home device reads them."""
+"""Snapshots of one tensor group's parameters and optimizer states, read by the home device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from coarse.wire.segments import Segment
 
 
 def allocate_snapshots(memory: DeviceMemory, name: str, plan: _native.GroupPlan) -> dict[str, Segment]:
-    """The segments through which snapshots of a group are begun and kept; the pool takes no memory yet."""
+    """The segments through which snapshots of a group are begun and kept; the pool uses no memory yet."""
     segments = {
         SNAPSHOT_REQUEST: memory.allocate_host(f"snapshot request of {name}", _native.SNAPSHOT_REQUEST_BYTES),
         SNAPSHOT_CONTROL: memory.allocate_host(
@@ -38,26 +38,26 @@ def allocate_snapshots(memory: DeviceMemory, name: str, plan: _native.GroupPlan)
 
 
 def choose_pool_limit(pool_bytes: int, whole_bytes: int, available_bytes: int) -> int:
-    """How much memory old versions may take.
+    """Memory limit of old versions in bytes.
 
     Args:
-        pool_bytes: As in Settings; 0 to choose.
-        whole_bytes: Of one snapshot.
-        available_bytes: What device memory can still give.
+        pool_bytes: As in Settings; 0 to choose automatically.
+        whole_bytes: Size of one snapshot.
+        available_bytes: Available device memory.
     """
     return pool_bytes or min(whole_bytes, available_bytes // 2)
 
 
 def warm(snapshots: _native.GroupSnapshots, first: int, should_stop: Callable[[], bool]) -> None:
-    """Takes the memory of one whole snapshot ahead, and for good: the update after a snapshot then only copies.
+    """Allocates the memory of one whole snapshot in advance, permanently: the update after a snapshot only copies.
 
-    Does nothing where the limit is below that, or memory runs out: it is then taken as versions are kept. To be
-    called in each memory device, for each maps the memory into itself.
+    Does nothing if the limit is lower or memory runs out: memory is then allocated as versions are kept. Call it in
+    each memory device, because each maps the memory into its own process.
 
     Args:
-        snapshots: Of the device's proxy.
-        first: The shard to begin with: devices that begin apart share the clearing of pages.
-        should_stop: Asked now and then.
+        snapshots: Snapshots of the device's proxy.
+        first: The first shard to process: devices with different first shards share the clearing of pages.
+        should_stop: Called from time to time; True stops.
     """
     for array in range(snapshots.num_arrays):
         for shard in range(snapshots.num_shards):
@@ -70,17 +70,17 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 class GroupSnapshots:
-    """Reads the versions to which snapshots of a group refer, while memory devices update it.
+    """Reads the versions to which a group's snapshots refer, while memory devices update the group.
 
-    Array 0 of a tensor is its parameter, the others are what the optimizer keeps beside it, in the order of its
-    native rule. Threads: one at a time for each snapshot.
+    Array 0 of a tensor is its parameter; the others are its optimizer states, in the order of the native rule.
+    Threads: one at a time for each snapshot.
 
     Args:
-        schema, plan: Of the group.
-        shared: Its segments by name; stay the caller's.
-        memory: What reaches its tensors; None for the host's memory.
-        versions: Where old versions lie; None where that is the group's SNAPSHOT_POOL.
-        ranks: The workers that begin snapshots, by client number.
+        schema, plan: Schema and plan of the group.
+        shared: The group's segments by name; the caller closes them.
+        memory: Memory that reaches its tensors; None for host memory.
+        versions: The pool of old versions; None if it is the group's SNAPSHOT_POOL.
+        ranks: The ranks of the workers that begin snapshots, by client number.
     """
 
     def __init__(
@@ -111,14 +111,14 @@ class GroupSnapshots:
         self.num_arrays = self._native.num_arrays
 
     def set_limit(self, num_bytes: int) -> None:
-        """How much memory old versions may take. Before the first snapshot."""
+        """Sets the memory limit of old versions. Call it before the first snapshot."""
         self._native.set_limit(num_bytes)
 
     def num_bytes(self, tensor: int, array: int) -> int:
         """Length of an array of a tensor.
 
         Raises:
-            ProtocolError: If there is none.
+            ProtocolError: If the array does not exist.
         """
         found = sum(self._native.block_bytes(shard, array) for shard in self._shards(tensor, array))
         if found == 0:
@@ -126,15 +126,15 @@ class GroupSnapshots:
         return found
 
     def read(self, snapshot: int, tensor: int, array: int, *, lets_go: bool) -> Iterator[memoryview[Any]]:
-        """An array as it was when the snapshot began, in pieces that are valid until the next one is asked for.
+        """An array at the start of the snapshot, in pieces; each is valid until the next one is requested.
 
         Args:
-            snapshot, tensor, array: Which.
-            lets_go: Whether the snapshot needs each piece no more once it was read, so that its memory is free.
+            snapshot, tensor, array: Numbers of snapshot, tensor and array.
+            lets_go: Whether to free each piece after reading.
 
         Raises:
-            SnapshotLostError: If the snapshot was given up, or never begun, or has let go of it.
-            ProtocolError: If there is no such array.
+            SnapshotLostError: If the snapshot was dropped or never begun, or has freed the array.
+            ProtocolError: If the array does not exist.
         """
         shards = self._shards(tensor, array)
         buffer = memoryview(bytearray(max(self._native.block_bytes(shard, array) for shard in shards)))
@@ -146,19 +146,19 @@ class GroupSnapshots:
             yield buffer[: self._native.block_bytes(shard, array)]
 
     def release(self, snapshot: int) -> None:
-        """Nobody needs the snapshot any more. Idempotent."""
+        """Releases a snapshot. Idempotent."""
         self._native.release(snapshot)
 
     def keep_all(self) -> None:
-        """Copies everything to which a snapshot refers: from then on a worker may write to it where it lies."""
+        """Copies all data to which a snapshot refers; afterwards a worker may write to it in place."""
         self._native.keep_all()
 
     def statistics(self) -> _native.SnapshotStatistics:
-        """What the pool holds, and has cost."""
+        """Contents and cost of the pool."""
         return self._native.statistics()
 
     def incidents(self) -> Iterator[str]:
-        """What has gone wrong since the last call, and by whose doing."""
+        """Errors since the last call, and their causes."""
         found = self.statistics()
         if found.num_lost > self._num_lost:
             self._num_lost = found.num_lost
@@ -171,7 +171,7 @@ class GroupSnapshots:
             yield overwritten_counter(self.name, found.impossible, self._ranks)
 
     def _describe_holder(self, client_and_one: int) -> str:
-        """Whose a snapshot was, by that worker's own word."""
+        """The worker that held a snapshot, as that worker has recorded it."""
         if 1 <= client_and_one <= len(self._ranks):
             return f"worker {self._ranks[client_and_one - 1]}"
         return f"none of workers {_listed(self._ranks)}, by their own word,"

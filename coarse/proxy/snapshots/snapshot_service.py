@@ -1,4 +1,4 @@
-"""How workers have a memory device read snapshots, write them to disk, and let them go."""
+"""Serves workers' requests to read snapshots, write them to disk, and release them."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ _LONGEST_TIDYING_S = 1.0
 _STATISTICS = ("limit_bytes", "taken_bytes", "peak_bytes", "kept_bytes", "num_waits", "waited_s", "num_lost")
 
 Post = Callable[[Callable[[], None]], None]
-"""Has the control thread call a function."""
+"""Schedules a function on the control thread."""
 
 
 class SnapshotService:
     """Serves the snapshot messages of docs/design/control-protocol.md, on the home device; warm() on all.
 
-    Used from the control thread, which it never holds up: memory is copied in a thread, and each snapshot that goes
-    to disk has one of its own. None of them is waited for when the device ends.
+    Used from the control thread, which it never blocks: one thread copies memory, and each snapshot that is written
+    to disk has its own thread. The device ends without waiting for these threads.
 
     Args:
         job: The device's place in the session.
-        memory: Where copies for workers lie.
-        send: Answers a worker.
-        post: Hands answers of threads to the control thread.
+        memory: Memory for workers' copies.
+        send: Sends a reply to a worker.
+        post: Passes replies of threads to the control thread.
     """
 
     def __init__(self, job: DeviceJob, memory: DeviceMemory, send: SendToWorker, post: Post) -> None:
@@ -58,36 +58,36 @@ class SnapshotService:
         self._is_closing = threading.Event()
 
     def add(self, group: int, snapshots: GroupSnapshots) -> None:
-        """Snapshots of a group can be begun from now on."""
+        """Starts to serve snapshots of a group."""
         self._groups[group] = snapshots
 
     def look(self) -> None:
-        """Logs what has gone wrong with snapshots since the last call."""
+        """Logs errors with snapshots since the last call."""
         for snapshots in self._groups.values():
             for incident in snapshots.incidents():
                 logger.warning("[md%s] %s", self._device, incident)
 
     def remove(self, group: int) -> None:
-        """The group is gone; whoever still reads a snapshot of it reads it to the end."""
+        """Removes a released group; readers of its snapshots can finish."""
         self._groups.pop(group, None)
 
     def release(self, message: Message) -> None:
-        """A worker needs a snapshot no more."""
+        """Releases a snapshot for a worker."""
         group = self._groups.get(int_field(message, "group"))
         snapshot = _snapshot_field(message)
         if group is not None:
             self._run(lambda: group.release(snapshot))
 
     def read(self, client: int, message: Message) -> None:
-        """Gives a worker a copy of one array as a snapshot has it."""
+        """Sends a worker a copy of one array of a snapshot."""
         group = self._group(message)
         snapshot, tensor = _snapshot_field(message), int_field(message, "tensor")
         array = int_field(message, "array")
-        group.num_bytes(tensor, array)  # raises if there is no such array
+        group.num_bytes(tensor, array)  # raises if the array does not exist
         self._run(lambda: self._answer(client, lambda: self._copy(group, snapshot, tensor, array)))
 
     def keep(self, client: int, message: Message) -> None:
-        """A worker is about to write to parameters or states itself: copies what snapshots refer to."""
+        """Copies data that snapshots refer to, before a worker writes to parameters or states itself."""
         group = self._group(message)
 
         def keep_all() -> tuple[Message, Segment | None]:
@@ -97,7 +97,7 @@ class SnapshotService:
         self._run(lambda: self._answer(client, keep_all))
 
     def warm(self, snapshots: _native.GroupSnapshots) -> None:
-        """A worker is going to save now and then: takes the memory for a snapshot ahead, at low priority."""
+        """Allocates memory for a snapshot in advance, at low priority, because a worker will save regularly."""
         first = snapshots.num_shards * self._device // self._num_devices
 
         def run() -> None:
@@ -107,7 +107,7 @@ class SnapshotService:
         threading.Thread(target=run, name="coarse-snapshot-memory", daemon=True).start()
 
     def report(self, client: int, message: Message) -> None:
-        """Tells what the pool of a group holds, and has cost."""
+        """Sends the contents and cost of a group's pool."""
         group = self._group(message)
 
         def describe() -> tuple[Message, Segment | None]:
@@ -118,7 +118,7 @@ class SnapshotService:
         self._run(lambda: self._answer(client, describe))
 
     def write(self, request: Received) -> None:
-        """Begins to write a checkpoint; how it goes is told over the connection that came with the request."""
+        """Starts to write a checkpoint; reports its progress over the connection that came with the request."""
         from coarse.proxy.snapshots.snapshot_source import SnapshotSource  # slow to import
         from coarse.proxy.snapshots.snapshot_writer import SnapshotWriter
         from coarse.wire.snapshots import SnapshotContents
@@ -139,10 +139,10 @@ class SnapshotService:
         self._writers = [each for each in self._writers if each.is_alive()] + [thread]
 
     def close(self) -> None:
-        """Stops what is under way, and gives writers a moment to tidy up. Idempotent."""
+        """Stops all work, and gives writers a short time to clean up. Idempotent."""
         self._is_closing.set()
         self._groups.clear()
-        self._tasks.put(lambda: None)  # so that the thread looks whether it is to end
+        self._tasks.put(lambda: None)  # wakes the thread to check whether it must end
         deadline_s = time.monotonic() + _LONGEST_TIDYING_S
         for thread in self._writers:
             thread.join(max(0.0, deadline_s - time.monotonic()))
@@ -167,7 +167,7 @@ class SnapshotService:
         return {"type": "snapshot_read"}, copy
 
     def _answer(self, client: int, work: Callable[[], tuple[Message, Segment | None]]) -> None:
-        """Works, on the thread of tasks, and has the control thread send the result."""
+        """Runs `work` on the task thread; the control thread sends the result."""
         copy: Segment | None = None
         try:
             message, copy = work()
@@ -193,7 +193,7 @@ class SnapshotService:
             try:
                 task()
             except Exception:
-                logger.exception("a snapshot could not be served")  # the next one may well be
+                logger.exception("a snapshot could not be served")  # the next one may succeed
 
 
 def _snapshot_field(message: Message) -> int:
@@ -210,7 +210,7 @@ def _connection(fd: int) -> socket.socket:
 
 
 def _map(fds: list[int]) -> memoryview[Any]:
-    """What a worker has sent along; it could still write to it, and would spoil its own checkpoint alone."""
+    """Data sent by a worker. A later write by that worker would only damage its own checkpoint."""
     if not fds:
         return memoryview(b"")
     try:

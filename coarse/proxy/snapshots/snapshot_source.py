@@ -1,4 +1,4 @@
-"""A snapshot in the memory devices as what a checkpoint is written from."""
+"""A snapshot in the memory devices as the source of a checkpoint."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ logger = logging.getLogger(__name__)
 class SnapshotSource:
     """A CheckpointSource over a snapshot, in the process of its home device.
 
-    Lets go of each tensor while it is read, so that its memory is free for the updates of training.
+    Frees each tensor while it is read, so that training's updates can use its memory.
 
     Args:
-        snapshots: Of the group.
-        number: Which snapshot.
-        contents: What the checkpoint is to hold.
+        snapshots: Snapshots of the group.
+        number: Number of the snapshot.
+        contents: Contents of the checkpoint.
         sent: The bytes of contents.sent.
 
     Raises:
-        ProtocolError: If the snapshot's arrays, or what was sent, have other lengths than their tensors.
+        ProtocolError: If the lengths of the snapshot's arrays or of the sent data differ from their tensors.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class SnapshotSource:
         self._snapshots.release(self._number)
 
     def log_pool(self) -> None:
-        """Logs what old versions have cost so far, as a warning if updates had to wait for room."""
+        """Logs the cost of old versions so far, as a warning if updates had to wait for pool memory."""
         found = self._snapshots.statistics()
         level = logging.WARNING if found.num_waits else logging.INFO
         logger.log(

@@ -1,4 +1,4 @@
-"""Writes a snapshot to disk beside training, and tells the worker that asked for it how that goes."""
+"""Writes a snapshot to disk during training, and reports the progress to the requesting worker."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ _REPORT_INTERVAL_S = 0.1
 
 
 class SnapshotWriter:
-    """One checkpoint on its way to the disk, in a thread of low priority.
+    """Writes one checkpoint to disk, in a thread of low priority.
 
-    Tells `progress`, then `written`, and `verified` when it was read back; or `failed` at any time. The worker
+    Sends `progress`, then `written`, and `verified` after reading it back; or `failed` at any time. The worker
     stops it by closing the other end of the connection.
 
     Args:
         source: The snapshot; closed in every case.
-        request: Has the fields of write_request().
-        connection: To who asked; belongs to the writer from now on.
+        request: Message with the fields of write_request().
+        connection: Connection to the requesting worker; the writer takes ownership.
         is_closing: Set when the device ends.
 
     Raises:
@@ -55,14 +55,14 @@ class SnapshotWriter:
 
     def run(self) -> None:
         """Writes; never raises."""
-        lower_priority()  # updates do not wait for it: a reader of a snapshot holds nothing that they need
+        lower_priority()  # safe: a reader of a snapshot holds nothing that updates wait for
         try:
             name = self._write()
             self._tell({"type": "written", "step": name.step, "attempt": name.attempt})
             self._source.log_pool()
             self._verify(name)
             self._tell({"type": "verified"})
-        except Exception as error:  # whatever it is, it is this save's failure and not the device's
+        except Exception as error:  # any error fails only this save, not the device
             logger.info("a snapshot could not be written to %s: %s", self._folder, error)
             self._tell({"type": "failed", "error": type(error).__name__, **_words_of(error)})
         finally:
@@ -91,7 +91,7 @@ class SnapshotWriter:
             self._tell({"type": "progress", "done_bytes": done_bytes, "total_bytes": total_bytes})
 
     def _tell(self, message: Message) -> None:
-        with contextlib.suppress(OSError):  # it has gone, or does not listen
+        with contextlib.suppress(OSError):  # the worker is gone or has closed the connection
             self._connection.settimeout(_REPORT_INTERVAL_S)
             self._channel.send(message)
 
@@ -102,7 +102,7 @@ class SnapshotWriter:
 
 
 def _words_of(error: Exception) -> Message:
-    """What a failure says; of an error of the system its parts, from which the worker makes the same one."""
+    """The message of a failure; for a system error its parts, from which the worker rebuilds the same error."""
     if isinstance(error, OSError) and error.errno is not None:
         return {"text": str(error.strerror), "errno": error.errno, "filename": error.filename}
     return {"text": str(error)}

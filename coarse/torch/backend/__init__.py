@@ -1,7 +1,7 @@
 """torch.distributed's backend "coarse" (docs/design/torch-backend.md).
 
 Example:
-    >>> torch.distributed.init_process_group("coarse")  # with nothing of COARSE imported
+    >>> torch.distributed.init_process_group("coarse")  # without importing COARSE
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from coarse.settings import Settings
 from coarse.torch.backend.rank_rendezvous import open_group
 from coarse.torch.store_namespace import fresh_part
 
-# A group's time-out is of its operations; processes may take longer to come together, once.
+# A group's time-out applies to its operations; processes may need longer for the initial meeting.
 _LEAST_MEETING_S = 30.0
 
 
 def create_backend(options: Any) -> Any:
-    """The backend of one process group, as torch asks for it; collective over the ranks of the group.
+    """Creates the backend of one process group for torch; collective over the ranks of the group.
 
     Args:
         options: torch's DistributedBackendOptions: store, rank, size, time-out and name of the group.
@@ -32,7 +32,7 @@ def create_backend(options: Any) -> Any:
     Raises:
         RendezvousError: If a rank is missing.
         BackendBuildError: If a rank has no working C++ compiler.
-        WorkerLostError: If one dies meanwhile.
+        WorkerLostError: If a rank dies meanwhile.
     """
     timeout = (
         options.timeout if isinstance(options.timeout, timedelta) else timedelta(seconds=options.timeout)
@@ -43,7 +43,7 @@ def create_backend(options: Any) -> Any:
         settings, timeout_s=min(max(timeout.total_seconds(), _LEAST_MEETING_S), settings.timeout_s)
     )
     prefix = _prefix(options.global_ranks_in_group)
-    # A launcher's store outlives groups: keys of an earlier one of the same ranks must not be taken for ours.
+    # A launcher's store outlives groups: keys of an earlier group of the same ranks must not be reused.
     with fresh_part(
         options.store, prefix=prefix, rank=rank, size=size, timeout_s=settings.timeout_s
     ) as store:
@@ -52,6 +52,9 @@ def create_backend(options: Any) -> Any:
 
 
 def _prefix(ranks: Sequence[int]) -> str:
-    """Of a group's keys in its store. torch names groups by how many a rank has made, so that groups of different
-    ranks can have the same name, and store, at once: as sub-groups of sub-groups have."""
+    """Prefix of a group's keys in its store.
+
+    torch names groups by the number that a rank has created. So groups of different ranks, such as sub-groups of
+    sub-groups, can have the same name and store at the same time.
+    """
     return f"coarse/{hashlib.sha256(repr(list(ranks)).encode()).hexdigest()[:16]}"

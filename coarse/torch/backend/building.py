@@ -1,7 +1,7 @@
-"""Compiles the C++ backend for the torch that is installed, once, and loads it.
+"""Compiles the C++ backend once for the installed torch, and loads it.
 
-A c10d backend is tied to the minor of torch, the Python and the C++ ABI that it was compiled for, so that it cannot
-be part of a wheel. It is kept in the user's cache folder under a name that depends on all of these and its sources.
+A compiled c10d backend works only with one minor version of torch, one Python and one C++ ABI, so it cannot be part
+of a wheel. It is stored in the user's cache folder under a name that depends on all of these and on its sources.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ _INTERFACE = (
 _UNITS = ("c10d_backend.cpp", "sparse.cpp", "messages.cpp", "module.cpp")
 _MODULE = "_coarse_c10d"
 COMPILE_LIMIT_S = 600.0
-"""After which compiling it is given up."""
+"""Time limit for compiling."""
 
 
 class BuildError(Exception):
-    """The C++ backend cannot be had here."""
+    """The C++ backend is not available on this machine."""
 
 
 def load_extension() -> Any:
-    """The C++ backend as a module; compiled at the first call on this machine (about a minute).
+    """Returns the C++ backend as a module; the first call on this machine compiles it (about a minute).
 
     Raises:
-        BuildError: If no compiler is installed, or it fails; with its messages. This process does not try again.
+        BuildError: If no compiler is installed or it fails; includes its messages. This process does not try again.
     """
     extension = _built_and_loaded()
     if isinstance(extension, BuildError):
@@ -60,7 +60,7 @@ def load_extension() -> Any:
 
 @cache
 def _built_and_loaded() -> Any:
-    """The module, or the BuildError; once for all groups, since compilers that fail take their time too."""
+    """Returns the module or the BuildError; cached for all groups, because failing compilers also take time."""
     try:
         return _load(build())
     except BuildError as error:
@@ -68,9 +68,9 @@ def _built_and_loaded() -> Any:
 
 
 def build() -> Path:
-    """Where the compiled backend is, after compiling it if it is not there yet.
+    """Returns the path of the compiled backend; compiles it if necessary.
 
-    Any number of processes may call it at once: one compiles, the others wait for it.
+    Several processes may call it at the same time: one compiles, the others wait.
 
     Raises:
         BuildError: As load_extension().
@@ -89,14 +89,14 @@ def build() -> Path:
 
 
 def cache_folder() -> Path:
-    """Where compiled backends are kept."""
+    """The folder of compiled backends."""
     from platformdirs import user_cache_path
 
     return user_cache_path("coarse") / "torch_backend"
 
 
 def build_key() -> str:
-    """Differs wherever a compiled backend cannot be shared: torch, C++ ABI, Python, machine, sources, compiler."""
+    """Identifies a compiled backend by torch, C++ ABI, Python, machine, sources and compiler."""
     digest = hashlib.sha256()
     parts = (
         torch.__version__,
@@ -128,18 +128,18 @@ def _compile(target: Path) -> None:
         raise BuildError("there is no C++ compiler (apt install g++, or set CXX)")
     logger.warning("compiling the torch backend for torch %s, once (about a minute)", torch.__version__)
     prefix = f"{target.stem}-build-"
-    for left in target.parent.glob(f"{glob.escape(prefix)}*"):  # by who was killed: the lock is ours
+    for left in target.parent.glob(f"{glob.escape(prefix)}*"):  # of killed processes: this one has the lock
         shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=prefix, dir=target.parent) as folder:
         unit, result = Path(folder, "backend.cpp"), Path(folder, "backend.so")
-        # torch's headers are nine tenths of the work: all sources are one unit.
+        # torch's headers take nine tenths of the time, so all sources form one unit.
         unit.write_text("".join(f'#include "{name}"\n' for name in _UNITS if (_SOURCES / name).exists()))
         _run([*compiler, *_flags(), str(unit), "-o", str(result), *_libraries()])
         result.replace(target)
 
 
 def _flags() -> list[str]:
-    # Not of torch.utils.cpp_extension, whose import takes a second and wants setuptools.
+    # Avoids torch.utils.cpp_extension, whose import takes a second and needs setuptools.
     include = Path(torch.__file__).parent / "include"
     system = [include, include / "torch" / "csrc" / "api" / "include", Path(sysconfig.get_path("include"))]
     standard = "c++20" if _torch_version() >= (2, 14) else "c++17"

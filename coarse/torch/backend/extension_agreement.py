@@ -17,14 +17,14 @@ logger = logging.getLogger(__name__)
 
 
 def agree_on_extension(store: Store, watch: PeerWatch, *, rank: int, size: int, timeout_s: float) -> Any:
-    """The C++ backend as a module; collective over the group.
+    """Returns the C++ backend as a module; collective over the group.
 
-    Compiles it if need be, which may delay a rank by a minute.
+    Compiles it if necessary, which may delay a rank by a minute.
 
     Raises:
         BackendBuildError: On all ranks, if one cannot compile it; names the rank and the reason.
         RendezvousError: If a rank does not report in time.
-        WorkerLostError: If one dies meanwhile.
+        WorkerLostError: If a rank dies meanwhile.
     """
     extension, obstacle = None, ""
     try:
@@ -43,7 +43,7 @@ def agree_on_extension(store: Store, watch: PeerWatch, *, rank: int, size: int, 
 
 
 def _obstacle_of(peer: int, store: Store, watch: PeerWatch, *, rank: int, deadline: float) -> str:
-    """Why a rank has no C++ backend; "" if it has it."""
+    """The reason why a rank has no C++ backend; "" if it has one."""
     started = time.monotonic()
     while (left_s := deadline - time.monotonic()) > 0:
         try:

@@ -1,4 +1,4 @@
-"""How the ranks of a process group come together: who they are, and the memory that those of a node share."""
+"""Rendezvous of the ranks of a process group: their identities and the shared memory of a node's ranks."""
 
 from __future__ import annotations
 
@@ -31,21 +31,20 @@ _LINE_BYTES = 128
 
 
 def open_group(store: Store, *, rank: int, size: int, settings: Settings) -> tuple[_native.Collectives, Any]:
-    """Joins the group whose ranks meet in `store`; collective over them.
+    """Joins the group whose ranks meet in `store`; collective over these ranks.
 
     Args:
-        store: Of this group alone.
-        rank, size: Of this process in the group, and how many ranks it has.
-        settings: Time-outs, and which node this is.
+        store: A store for this group only.
+        rank, size: Rank of this process in the group, and number of ranks.
+        settings: Time-outs and the identity of this node.
 
     Returns:
-        Its collectives, and the C++ backend as a module, with which all ranks call them.
+        The group's collectives, and the C++ backend as a module, through which all ranks call them.
 
     Raises:
-        RendezvousError: If a rank does not come in time, or there is another of the same number, or a node cannot be
-            reached from another.
+        RendezvousError: If a rank does not arrive in time, two have the same number, or a node cannot reach another.
         BackendBuildError: If some rank cannot compile the C++ backend.
-        WorkerLostError: If one dies meanwhile.
+        WorkerLostError: If a rank dies meanwhile.
     """
     identity = WorkerIdentity(rank=rank, world_size=size, local_rank=rank, local_world_size=size)
     with PeerWatch(identity, settings.node) as watch:
@@ -67,7 +66,7 @@ def open_group(store: Store, *, rank: int, size: int, settings: Settings) -> tup
 
 
 def _links(nodes: NodeMap, rank: int, store: Store, settings: Settings, watch: PeerWatch) -> NodeLinks:
-    """The sockets of the leader of a node to those of the others; none of other ranks."""
+    """The sockets of a node's leader to the leaders of other nodes; none for other ranks."""
     node = nodes.node_of(rank)
     if nodes.num_nodes == 1 or rank != nodes.ranks[node][0]:
         return NodeLinks(num_nodes=nodes.num_nodes, num_devices=1)
@@ -96,7 +95,7 @@ def _collectives(
 
 
 def buffer_bytes(num_ranks: int) -> int:
-    """Size of a rank's buffer: what stays in a core's own cache, less where there are very many ranks."""
+    """Size of a rank's buffer: fits into a core's own cache; smaller with very many ranks."""
     share = _MOST_SCRATCH_BYTES // (2 * num_ranks) // _LINE_BYTES * _LINE_BYTES
     needed = num_ranks * _LINE_BYTES
     return max(min(share, _LARGEST_BUFFER_BYTES), _SMALLEST_BUFFER_BYTES, needed)
@@ -105,7 +104,7 @@ def buffer_bytes(num_ranks: int) -> int:
 def _share_memory(
     store: Store, watch: PeerWatch, here: tuple[int, ...], *, rank: int, size: int, timeout_s: float
 ) -> int:
-    """The group's scratch memory on this node: made by its leader, and handed to the others by descriptor."""
+    """The group's scratch memory on this node: created by the leader, passed to the others by descriptor."""
     from coarse.kernels import _native
 
     deadline = time.monotonic() + timeout_s
@@ -127,7 +126,7 @@ def _share_memory(
 def _hand_out(
     fd: int, store: Store, watch: PeerWatch, door: str, leader: int, num_peers: int, deadline: float
 ) -> None:
-    # An abstract name: it goes with the process, also by SIGKILL. Who may connect is checked below.
+    # An abstract name disappears with the process, also after SIGKILL. Connecting processes are checked below.
     name, token = f"\0coarse-{secrets.token_hex(16)}", secrets.token_bytes(_TOKEN_BYTES)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(name)
@@ -150,7 +149,7 @@ def _hand_out(
 
 
 def _serve(visitor: socket.socket, fd: int, token: bytes) -> bool:
-    """Hands the descriptor to a rank of this user that knows the token; whether this was one."""
+    """Passes the descriptor to `visitor` if it is a rank of this user with the token; returns whether it was."""
     if peer_of(visitor)[1] != os.geteuid():
         return False
     visitor.settimeout(_ANSWER_TIMEOUT_S)
@@ -158,7 +157,7 @@ def _serve(visitor: socket.socket, fd: int, token: bytes) -> bool:
         if not hmac.compare_digest(visitor.recv(_TOKEN_BYTES), token):
             return False
         socket.send_fds(visitor, [b"\1"], [fd])
-    except OSError:  # it says nothing, or is gone
+    except OSError:  # the visitor is silent or gone
         return False
     return True
 

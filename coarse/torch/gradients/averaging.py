@@ -274,8 +274,8 @@ class GradientSynchroniser:
     def slot_of(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
         """A new tensor over the slot of `parameter`, for a backward that writes the whole gradient there.
 
-        None if the gradient will not be averaged, if a part of it has arrived already, or if other code may keep a
-        reference to it.
+        None if the gradient will not be averaged, a part of it has arrived already, its slot is busy, or other code
+        may keep a reference to it.
         """
         index = self._index_of.get(id(parameter), -1)
         if index < 0 or parameter.grad is not None or parameter._backward_hooks:

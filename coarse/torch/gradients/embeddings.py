@@ -65,7 +65,7 @@ class EmbeddingGradients:
 
 
 class _Lookup(torch.autograd.Function):  # type: ignore[misc]
-    """Rows of a table that were looked up already; only its gradient is new."""
+    """Passes through rows that were looked up already; changes only their gradient."""
 
     @staticmethod
     def forward(

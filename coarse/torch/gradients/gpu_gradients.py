@@ -80,7 +80,7 @@ class GpuGradients:
         self._batch_stream = 0
         self._mirror: MirroredParameters | None = None
         self._updated: list[int] = []
-        # The allocator must not reuse memory of gradients in transfer: held ones receive averages, leaving ones do not.
+        # References keep the allocator from reusing memory in transfer. Only held tensors receive averages.
         self._held: list[torch.Tensor] = []
         self._next_to_leave: list[torch.Tensor] = []
         self._leaving: deque[tuple[int, list[torch.Tensor]]] = deque()

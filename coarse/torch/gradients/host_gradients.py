@@ -131,7 +131,7 @@ class HostGradients:
             return 0
         if gradient.is_cpu and self._layout.is_plain(index, gradient):
             address = int(gradient.data_ptr())
-            # The native code copies, and is done when push returns.
+            # The native code copies before push() returns.
             return 0 if address == self._addresses[index] else address
         self._copy_to_slot(index, gradient)
         return 0

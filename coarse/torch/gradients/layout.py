@@ -18,16 +18,16 @@ DTYPE_NAMES = {
     torch.complex64: "float32",
     torch.complex128: "float64",
 }
-"""The dtypes of gradients that memory devices can average, by COARSE's names; of complex numbers, of their parts."""
+"""COARSE's names of the gradient dtypes that memory devices can average; for complex types, those of their parts."""
 
 
 def slot_tensor(memory: TensorBytes, like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Returns a tensor over `memory` with the shape and, if they leave no holes, strides of `like`.
 
-    It is on the device where the memory is. Its dtype is `dtype`, or without one that of `like`.
+    It is on the device of the memory. Its dtype is `dtype`, or that of `like` if `dtype` is None.
 
-    It is no view of another tensor, so that it can stand in `.grad` without autograd's rules for views; it
-    keeps the memory mapped as long as it lives.
+    It is not a view of another tensor, so it can be assigned to `.grad` without autograd's rules for views. It keeps
+    the memory mapped as long as it exists.
     """
     dtype = dtype or like.dtype
     flat = _flat_tensor(memory)
@@ -37,13 +37,13 @@ def slot_tensor(memory: TensorBytes, like: torch.Tensor, dtype: torch.dtype | No
 
 
 class SlotViews:
-    """Tensors over slots that stand in `.grad`, apart from those by which slots are written.
+    """Tensors over slots for `.grad`, separate from the tensors that write the slots.
 
-    One that somebody has given other memory (`.grad.data = ...`, as Module.half() and float() do, or
-    share_memory_()) is made anew.
+    If the memory of one was replaced (`.grad.data = ...`, as Module.half() and float() do, or share_memory_()), it
+    is created again.
 
     Args:
-        slots: Of all gradients.
+        slots: Slots of all gradients.
     """
 
     def __init__(self, slots: Sequence[torch.Tensor]) -> None:
@@ -52,31 +52,31 @@ class SlotViews:
         self._views = [same_memory(slot) for slot in slots]
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        """The one of a slot."""
+        """The tensor over a slot."""
         view = self._views[index]
         if view.data_ptr() != self._addresses[index] or view.dtype is not self._slots[index].dtype:
             view = self._views[index] = same_memory(self._slots[index])
         return view
 
     def hold(self, index: int, gradient: torch.Tensor) -> bool:
-        """Whether a gradient is the one of a slot, and still lies there."""
+        """Whether a gradient is the tensor over a slot and still uses the slot's memory."""
         return gradient is self._views[index] and gradient.data_ptr() == self._addresses[index]
 
 
 def same_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Another tensor over the memory of one, and no view of it: autograd's rules for views do not hold.
+    """Returns another tensor over the same memory that is not a view, so autograd's rules for views do not apply.
 
-    Its storage is another one too: share_memory_(), and torch.multiprocessing where a tensor is sent to another
-    process, give the storage other memory, and so move every tensor that has it.
+    It also has a separate storage. share_memory_(), and torch.multiprocessing when it sends a tensor to another
+    process, replace the memory of a storage and thus move every tensor that shares it.
     """
-    # Strides are set by hand: those of older torch are others behind DLPack.
+    # Strides are set explicitly, because DLPack changes them in older versions of torch.
     storage = from_dlpack(to_dlpack(tensor.detach())).untyped_storage()
     alike = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return alike.set_(storage, 0, tensor.shape, tensor.stride())
 
 
 def forget_values(parameters: Sequence[torch.nn.Parameter]) -> None:
-    """Gives parameters in host memory new memory of the same layout, which holds nothing and takes no pages yet."""
+    """Replaces the memory of parameters in host memory by uninitialised memory whose pages are not allocated yet."""
     for parameter in parameters:
         if parameter.is_cpu:
             parameter.data = torch.empty_strided(
@@ -85,7 +85,7 @@ def forget_values(parameters: Sequence[torch.nn.Parameter]) -> None:
 
 
 def _flat_tensor(memory: TensorBytes) -> torch.Tensor:
-    """The bytes of `memory`, where they are."""
+    """The bytes of `memory`, in place."""
     if isinstance(memory, GpuBytes):
         return torch.from_dlpack(memory)
     return torch.frombuffer(memory, dtype=torch.uint8)
@@ -94,8 +94,8 @@ def _flat_tensor(memory: TensorBytes) -> torch.Tensor:
 def copy_all(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Copies tensor by tensor, in one call of torch.
 
-    Between two GPUs through the host: where they do not reach each other, torch copies as only memory of cudaMalloc
-    allows, and that of memory devices is not.
+    Copies between two GPUs go through the host. If the GPUs cannot access each other, torch uses a copy that needs
+    memory from cudaMalloc, which the memory of memory devices is not.
     """
     pairs = [(d.detach(), s.detach()) for d, s in zip(destinations, sources, strict=True)]
     near = [pair for pair in pairs if not _are_two_gpus(*pair)]
@@ -111,7 +111,7 @@ def _are_two_gpus(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def common_gpu(tensors: Sequence[torch.Tensor]) -> str:
-    """The one GPU on which all tensors are, by UUID as CUDA has it; "" if there is none."""
+    """CUDA's UUID of the GPU that holds all tensors; "" if no single GPU does."""
     devices = {tensor.device for tensor in tensors}
     if len(devices) != 1 or torch.version.cuda is None:
         return ""
@@ -120,7 +120,7 @@ def common_gpu(tensors: Sequence[torch.Tensor]) -> str:
 
 
 def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether elements of this layout fill their memory without overlaps and holes, in whatever order."""
+    """Whether elements of this layout fill their memory without overlaps and holes, in any order."""
     expected = 1
     for stride, length in sorted((s, n) for s, n in zip(strides, shape, strict=True) if n != 1):
         if stride != expected:
@@ -145,15 +145,15 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def num_bytes(tensor: torch.Tensor) -> int:
-    """Length of the tensor's elements in bytes, whatever its strides."""
+    """Size of the tensor's elements in bytes, independent of strides."""
     return int(tensor.numel() * tensor.element_size())
 
 
 class Packing:
-    """A run of memory that holds many tensors one after the other, each aligned to 16 bytes.
+    """The layout of many tensors in one block of memory, each aligned to 16 bytes.
 
     Args:
-        tensors: What to make room for. Only shapes and dtypes are looked at.
+        tensors: Tensors to lay out. Only shapes and dtypes matter.
     """
 
     _ALIGNMENT = 16
@@ -168,7 +168,7 @@ class Packing:
         self.num_bytes = offset
 
     def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether `tensors` are what this was made for."""
+        """Whether `tensors` have this layout."""
         return len(tensors) == len(self._layout) and all(
             tensor.dtype == dtype and tensor.shape == shape
             for tensor, (_, _, dtype, shape) in zip(tensors, self._layout, strict=True)

@@ -1,4 +1,4 @@
-"""Measures averaged gradients on the worker, where memory devices did not, and tells when these were changed."""
+"""Measures averaged gradients on the worker if memory devices did not, and detects changes of gradients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from coarse.torch.gradients.gradient_policy import MeasuredGradient
 
 
 def measure_gradient(name: str, gradient: torch.Tensor) -> MeasuredGradient:
-    """Measures an averaged gradient on this worker, in float64; nobody knows then who made it infinite."""
+    """Measures an averaged gradient on this worker, in float64; the worker that caused NaN or Inf is then unknown."""
     elements = _elements(gradient.coalesce() if gradient.is_sparse else gradient).detach()
     if elements.is_complex():
         elements = torch.view_as_real(elements.resolve_conj())
@@ -28,7 +28,7 @@ def measure_gradient(name: str, gradient: torch.Tensor) -> MeasuredGradient:
 def fingerprints(
     gradients: Sequence[torch.Tensor | None], num_changes: int = 0
 ) -> list[tuple[int, int] | None]:
-    """Which tensors they are, and how often each was changed in place, not counting the last `num_changes`."""
+    """Identities and in-place change counts of the tensors, without the last `num_changes` changes."""
     return [
         None if g is None else (_elements(g).data_ptr(), _elements(g)._version - num_changes)
         for g in gradients
@@ -37,7 +37,7 @@ def fingerprints(
 
 @cache
 def changes_by_scaler(device: torch.device) -> int:
-    """How often torch counts a gradient as changed when GradScaler looks for Inf in it."""
+    """Number of changes that torch counts for a gradient when GradScaler searches it for Inf."""
     gradient, found, scale = (torch.ones(1, device=device) for _ in range(3))
     before = gradient._version
     torch._amp_foreach_non_finite_check_and_unscale_([gradient], found, scale)
@@ -45,5 +45,5 @@ def changes_by_scaler(device: torch.device) -> int:
 
 
 def _elements(gradient: torch.Tensor) -> torch.Tensor:
-    """Those that are stored: all, or of a sparse gradient its rows."""
+    """The stored elements: all, or the rows of a sparse gradient."""
     return gradient._values() if gradient.is_sparse else gradient

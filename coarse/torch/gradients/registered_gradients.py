@@ -1,4 +1,4 @@
-"""The memory of one wrapped model's gradients: what is registered, and which way gradients take there."""
+"""The registered memory of one wrapped model's gradients, and the path of gradients to it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from coarse.torch.gradients.layout import DTYPE_NAMES, common_gpu, num_bytes
 from coarse.torch.gradients.sparse_gradients import SparseGradients
 from coarse.wire.registration import WorkerMemory
 
-# Gradients that take turns have slots for this share of the model, or for its largest tensor if that is more.
+# Shared slots have 1/8 of the model's size, or the size of its largest tensor if that is more.
 _WINDOWS_PER_MODEL = 8
 
 
@@ -28,8 +28,8 @@ class RegisteredGradients:
     """Slots for the gradients of some parameters, in the memory devices. Registering them is collective.
 
     Args:
-        session, name, parameters: As for GradientSynchroniser, and the next ones too.
-        gradient_as_view, state_names, shares_slots, tables, travel_dtype, moves, hook: Likewise.
+        session, name, parameters: As for GradientSynchroniser.
+        gradient_as_view, state_names, shares_slots, tables, travel_dtype, moves, hook: As for GradientSynchroniser.
 
     Raises:
         ValueError: As GradientSynchroniser.
@@ -51,22 +51,22 @@ class RegisteredGradients:
     ) -> None:
         self._names = [parameter_name for parameter_name, _ in parameters]
         self._parameters = [parameter for _, parameter in parameters]
-        self._sent = self._parameters  # what slots are like
+        self._sent = self._parameters  # the slots' layout
         if travel_dtype is not None:
             self._sent = stand_ins(self._parameters, travel_dtype, tables)
         self._may_use_streams = session.settings.gpu_transfers != "off"
         self._waits = session.settings.gpu_transfers == "wait"
         self._shares_slots = shares_slots
         in_host = [parameter for parameter in self._parameters if parameter.is_cpu]
-        # What a GPU copies from is pinned at once, and so are its pages.
+        # Memory from which a GPU copies is pinned at once, which allocates its pages.
         self._memory = WorkerMemory(
             reserves=len(in_host) == len(self._parameters),
             moved_bytes=sum(map(num_bytes, in_host)) if moves else 0,
         )
         self.group: AnyTensorGroup
-        """The slots; of none where a hook averages."""
+        """The slots; empty if a hook averages."""
         self.path: GradientPath
-        """The way to the slots and back, or to a hook."""
+        """The path to the slots and back, or to a hook."""
         if hook is not None:
             self.group = SingleWorkerTensorGroup(name, ())
             self.tables = SparseGradients(session, self.group, parameters, gradient_as_view=gradient_as_view)
@@ -76,7 +76,7 @@ class RegisteredGradients:
         if isinstance(self.group, TensorGroup):
             self.group.nccl.objection = _why_no_nccl
         self.tables = SparseGradients(session, self.group, parameters, gradient_as_view=gradient_as_view)
-        """Those whose gradients are sparse."""
+        """The sparse gradients."""
         self.path = self._choose_path(gradient_as_view=gradient_as_view)
 
     def _register(

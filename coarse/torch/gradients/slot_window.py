@@ -1,4 +1,4 @@
-"""Gradients that take turns in fewer slots than there are parameters."""
+"""Gradients that take turns in fewer slots than parameters."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _MOST_PATIENCE_S = 20.0
 
 
 class SlotWindow:
-    """Sends each gradient when all that had bytes of its slot before are out of the way.
+    """Sends each gradient when all earlier gradients that used bytes of its slot are complete.
 
-    Nobody waits for ever, whatever order gradients come in on different workers (docs/design/optimizer.md).
+    No worker waits forever, in whichever order gradients arrive on different workers (docs/design/optimizer.md).
 
     Args:
         group: Its tensors share slots.
-        path: By which gradients go.
-        send: Sends a gradient, or that there is none: then a mean of other nodes comes to its slot.
-        most_waiting_bytes: When gradients of more bytes wait, backward waits for memory devices before it goes on. At
-            most _MOST_PATIENCE_S, for another worker may itself wait for a gradient that is still to come here, and
-            half as long each time that this was in vain. None for no bound.
+        path: The path of the gradients.
+        send: Sends a gradient, or its absence; then a mean of other nodes may arrive in its slot.
+        most_waiting_bytes: If more bytes of gradients wait, backward waits for memory devices before it continues.
+            It waits at most _MOST_PATIENCE_S, because another worker may be waiting for a gradient that has not
+            arrived here yet. Each wait without success halves this limit. None for no bound.
     """
 
     def __init__(
@@ -44,20 +44,20 @@ class SlotWindow:
         self.restart()
 
     def restart(self) -> None:
-        """Another backward begins; nothing of the last one waits any more."""
+        """Begins another backward; drops the last backward's waiting gradients."""
         self._is_patient = True
         self._sent = bytearray(len(self._predecessors))
         self._waiting: list[int] = []  # from the last parameter to the first
 
     def is_free(self, index: int) -> bool:
-        """Whether whatever had the slot before has been sent, and is complete."""
+        """Whether the slot's previous gradients have been sent and are complete."""
         return all(self._sent[p] and not self._path.is_late(p) for p in self._predecessors[index])
 
     def take(self, index: int) -> None:
-        """Sends a gradient if its slot is free, else it waits; and sends those whose slots have become free."""
+        """Sends a gradient if its slot is free, otherwise queues it; sends queued gradients whose slots are free."""
         bisect.insort(self._waiting, index, key=operator.neg)
         has_sent = False
-        # Each time anew: a slot becomes free by what memory devices do meanwhile, and gradients that wait pile up.
+        # Checked at every call, because memory devices free slots meanwhile and queued gradients accumulate.
         while self._waiting and self.is_free(self._waiting[0]):
             self._go(self._waiting.pop(0))
             has_sent = True
@@ -70,16 +70,16 @@ class SlotWindow:
                 self._waiting.remove(waiting)
                 self._go(waiting)
         if self._waiting:
-            self._path.flush()  # nobody is to wait for what is held back here
+            self._path.flush()  # other workers may wait for pending sends
             self._hold_back()
 
     def _hold_back(self) -> None:
-        """Waits for slots while gradients of too many bytes wait for them."""
+        """Waits for slots while too many bytes of gradients are queued."""
         while self._is_patient and self._has_too_many():
             first = self._waiting[0]
             late = [each for each in self._predecessors[first] if self._path.is_late(each)]
             if not all(self._sent[each] for each in self._predecessors[first]):
-                return  # its slot is that of a gradient which is still to come here
+                return  # its slot belongs to a gradient that has not arrived here yet
             if not all(self._wait_for(each) for each in late):
                 return
             self._go(self._waiting.pop(0))
@@ -100,7 +100,7 @@ class SlotWindow:
         return False
 
     def finish(self) -> None:
-        """Waits for one slot after the other; all workers do in the same order, so that it ends."""
+        """Waits for the slots one by one; all workers use the same order, so the wait ends."""
         while self._waiting:
             index = self._waiting.pop(0)
             for predecessor in self._predecessors[index]:

@@ -1,7 +1,7 @@
-"""Gradients of tables, such as nn.Embedding(sparse=True) has: of a huge parameter a few rows, which alone travel.
+"""Gradients of tables, as of nn.Embedding(sparse=True): only a few rows of a huge parameter are transferred.
 
-Rows are brought at the end of backward, because how many there are of all workers together decides what memory the
-mean may take, and because the lookups of a table usually end the backward pass anyway.
+Rows are transferred at the end of backward, because the total number of all workers' rows determines the memory of
+the mean. The lookups of a table usually end the backward pass anyway.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ class SparseGradients:
     """The sparse gradients of one wrapped model.
 
     Args:
-        session: Of the group.
-        group: Registered; tables are the tensors that have rows.
+        session: Session of the group.
+        group: The registered group; tables are the tensors that have rows.
         parameters: With their names, in the order of the group.
-        gradient_as_view: Whether means stay where memory devices wrote them, until the next ones come.
+        gradient_as_view: Whether means stay in the memory devices' memory until the next means arrive.
     """
 
     def __init__(
@@ -48,17 +48,17 @@ class SparseGradients:
         return index in self._is_table
 
     def hold(self, index: int, gradient: torch.Tensor) -> None:
-        """Takes the gradient that backward has made of a table; rows that came several times are added up.
+        """Takes a table's gradient from backward; sums up repeated rows.
 
         Raises:
-            ValueError: If it is no sparse gradient.
+            ValueError: If the gradient is not sparse.
         """
         self._held[index] = self._rows_of(index, gradient)
 
     def bring_rows(self, *, are_averaged: bool) -> list[int]:
-        """Brings what is held to where memory devices read it; returns the tables that are to be pushed now.
+        """Copies the held gradients to shared memory; returns the tables to push now.
 
-        Collective if there are tables and they are averaged: workers tell each other how many rows they have.
+        Collective if tables exist and are averaged: workers exchange their numbers of rows.
         """
         if not self._tables:
             return []
@@ -76,13 +76,13 @@ class SparseGradients:
         return list(held)
 
     def deliver(self, contributors: Sequence[int]) -> None:
-        """Has `.grad` of each table that any worker used be the mean."""
+        """Sets `.grad` of each table that any worker used to the mean."""
         for index in self._tables:
             if contributors[index]:
                 self._parameters[index][1].grad = self.mean(index)
 
     def mean(self, index: int) -> torch.Tensor:
-        """The averaged gradient of a table: sparse, coalesced."""
+        """The averaged gradient of a table, sparse and coalesced."""
         rows = self._row_memory.mean(index)
         parameter = self._parameters[index][1]
         numbers = (
@@ -102,7 +102,7 @@ class SparseGradients:
         return mean if self._gradient_as_view else mean.clone()
 
     def replace_mean(self, index: int, gradient: torch.Tensor) -> None:
-        """Has the mean of a table be `gradient`, for an update by the mean; costs nothing if it is that already."""
+        """Replaces the mean of a table by `gradient` before an update; costs nothing if they are the same tensor."""
         mean = self._row_memory.mean(index)
         if (
             gradient.is_sparse
@@ -145,7 +145,7 @@ def find_tables(module: torch.nn.Module) -> set[torch.nn.Parameter]:
 
 
 def find_renormalised(module: torch.nn.Module) -> set[torch.nn.Parameter]:
-    """The tables that forward writes to: of what it looks up, rows that are longer than max_norm."""
+    """The tables to which forward writes, because it renormalises looked-up rows longer than max_norm."""
     return {
         layer.weight
         for layer in module.modules()
@@ -156,7 +156,7 @@ def find_renormalised(module: torch.nn.Module) -> set[torch.nn.Parameter]:
 def check_tables(
     session: Session, parameters: Iterable[tuple[str, torch.nn.Parameter]], tables: set[torch.nn.Parameter]
 ) -> None:
-    """Refuses tables whose rows cannot travel.
+    """Refuses tables whose rows cannot be transferred.
 
     Raises:
         ValueError: Names the table, the reason and the alternative.

@@ -1,4 +1,4 @@
-"""Work on GPUs in another thread than that which computes."""
+"""Orders GPU work of another thread behind the computing thread's."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import torch
 
 
 class StreamOrder:
-    """What the caller's current streams have been given so far, for another thread to come behind it.
+    """Records the work in the caller's current streams so far, so that another thread can order its work behind it.
 
-    That thread's own current streams know nothing of it. To be made where the tensors are known to be in order.
+    The other thread's current streams are otherwise unordered with the caller's. Create it when the caller's streams
+    have all work that computes the tensors.
 
     Args:
-        tensors: The streams of their devices; those in the host's memory need none.
+        tensors: Their devices' streams are recorded; tensors in host memory need none.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -23,7 +24,7 @@ class StreamOrder:
 
     @contextlib.contextmanager
     def followed(self) -> Iterator[None]:
-        """Has current streams behind that, but not behind what the caller's are given later: it may wait for this."""
+        """Orders current streams behind the recorded work, not behind later work, which may wait for this thread."""
         with contextlib.ExitStack() as stack:
             for device, event in self._events.items():
                 stream = torch.cuda.Stream(device)

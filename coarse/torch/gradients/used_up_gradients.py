@@ -1,4 +1,4 @@
-"""Stands in `.grad` between an overlapped backward and its step(), where memory devices have used the gradient up."""
+"""Placeholders in `.grad` between an overlapped backward and its step(); memory devices have used up the gradient."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import torch
 
 
 class UsedUpGradient(torch.Tensor):  # type: ignore[misc]
-    """A gradient without values: whoever wants to clip it, scale it or look at it is told that it is too late.
+    """A gradient without values: clipping, scaling or reading it raises an error.
 
-    `None` would have torch.nn.utils.clip_grad_norm_() clip nothing and say nothing. What it is like may be asked for.
+    With `None` instead, torch.nn.utils.clip_grad_norm_() would silently clip nothing. Shape, dtype and device are
+    available.
 
     Args:
-        parameter: Whose gradient it was.
+        parameter: The gradient's parameter.
     """
 
     _ANSWERED = frozenset(
@@ -34,7 +35,7 @@ class UsedUpGradient(torch.Tensor):  # type: ignore[misc]
             "share_memory_",
         }
     )
-    """Of a module, which moves its gradients too; the clean-up after an exception may be what moves it."""
+    """Moves of a module, which also move its gradients; cleaning up after an exception may move a module."""
 
     @staticmethod
     def __new__(cls, parameter: torch.Tensor) -> UsedUpGradient:

@@ -1,4 +1,4 @@
-"""Parameters that a worker has pulled from the memory devices, for training with bounded staleness."""
+"""A worker's copies of parameters from the memory devices, for training with bounded staleness."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from coarse.torch.gradients.layout import copy_all
 class CachedParameters:
     """One worker's copies of a model's parameters, at most `staleness` updates behind those in the memory devices.
 
-    A worker whose copies are new enough does not wait for the update under way, nor for the workers that it needs.
-    What somebody writes to copies, or gives them as their `.data`, goes to the memory devices before the next update.
-    Every worker has to write alike.
+    A worker with sufficiently recent copies does not wait for the running update, and thus not for slower workers.
+    Writes to copies, or tensors assigned to their `.data`, go to the memory devices before the next update. Every
+    worker must write the same values.
 
     Args:
-        parameters: The worker's own; they become copies of `shared` now.
+        parameters: The worker's own parameters; they become copies of `shared` now.
         shared: The same parameters in the memory devices, which update them.
-        staleness: How many updates the copies may not know of, at least 1.
+        staleness: Number of recent updates that the copies may lack, at least 1.
         finish_update: Waits until the updates that this worker has pushed are complete; returns their number.
-        keep_snapshots: Called before anything but an update writes to `shared`.
+        keep_snapshots: Called before any write to `shared` except an update.
     """
 
     def __init__(
@@ -51,17 +51,17 @@ class CachedParameters:
         self.pull()
 
     def read(self, current: int) -> None:
-        """Called before parameters are used: pulls them if they are too old.
+        """Pulls the parameters if they are too old; called before they are used.
 
         Args:
-            current: How many updates this worker has pushed.
+            current: Number of updates that this worker has pushed.
         """
         self.publish_changes()
         if not self._cache.is_hit(current):
             self.pull()
 
     def pull(self) -> None:
-        """Makes the copies exact, when the last update is complete."""
+        """Waits for the last update and makes the copies exact."""
         self.publish_changes()
         version = self._finish_update()
         with torch.no_grad():
@@ -71,7 +71,7 @@ class CachedParameters:
         self._watched.note_all()
 
     def publish(self) -> None:
-        """Makes the values of this worker's copies those in the memory devices; between two steps."""
+        """Writes this worker's copies to the memory devices, between two steps."""
         version = self._finish_update()
         with torch.no_grad():
             copy_all(self._shared, self._parameters)
@@ -79,7 +79,7 @@ class CachedParameters:
         self._watched.note_all()
 
     def publish_changes(self) -> None:
-        """The same of those copies alone that were written to, or given other memory."""
+        """As publish(), only for copies that were written to or whose memory was replaced."""
         changed = self._watched.changed()
         if not changed:
             return
@@ -92,7 +92,7 @@ class CachedParameters:
         self._watched.note(changed)
 
     def follow(self, module: torch.nn.Module) -> None:
-        """Has state dicts of `module` be exact, loaded ones go to the devices, and exit wait for the last update."""
+        """Keeps `module` consistent: exact state dicts, loading into the devices, exit after the last update."""
         reference = weakref.ref(self)
 
         def pull() -> None:
@@ -104,7 +104,7 @@ class CachedParameters:
                 cached.publish()
 
         def finish(owner_pid: int) -> None:
-            # Whoever leaves before an update is complete would be missed by those who have not pushed theirs.
+            # A worker that left before the update is complete would block workers that have not pushed yet.
             if (cached := reference()) is not None and os.getpid() == owner_pid and not is_failing():
                 with contextlib.suppress(CoarseError):
                     cached._finish_update()
@@ -114,5 +114,5 @@ class CachedParameters:
         module.register_load_state_dict_post_hook(OwnHook(publish))
 
     def statistics(self) -> CacheStatistics:
-        """Of all reads so far."""
+        """Statistics of all reads so far."""
         return self._cache.statistics()

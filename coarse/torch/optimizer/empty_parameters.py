@@ -1,4 +1,4 @@
-"""Parameters without elements, of which torch's optimizers have state all the same."""
+"""Parameters without elements, for which torch's optimizers still keep state."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from coarse.torch.optimizer.update_rules import UpdateRule
 
 
 class EmptyParameters:
-    """The state of an optimizer's parameters that have no elements; nothing of them lies in memory devices.
+    """The state of an optimizer's parameters without elements; memory devices store nothing for them.
 
     Args:
-        parameters: Of the optimizer, in its order; those with elements are left out.
-        rule: What the optimizer does.
-        kept_names: Of the float32 tensors in the state of a parameter.
+        parameters: The optimizer's parameters, in its order; those with elements are ignored.
+        rule: The optimizer's update rule.
+        kept_names: Names of the float32 tensors in the state of each parameter.
     """
 
     def __init__(
@@ -34,26 +34,26 @@ class EmptyParameters:
         self._num_updates = np.zeros(len(self._parameters), dtype=np.int64)
 
     def update(self) -> None:
-        """Counts an update of those that have a gradient."""
+        """Counts an update of the parameters that have a gradient."""
         for index, parameter in enumerate(self._parameters):
             self._num_updates[index] += parameter.grad is not None
 
     def drop_gradients(self) -> None:
-        """Leaves them without a gradient, as backward leaves all others whose update it has made."""
+        """Removes their gradients, as backward does for all other parameters that it has updated."""
         for parameter in self._parameters:
             parameter.grad = None
 
     def adopt(self, state: Mapping[torch.nn.Parameter, Mapping[str, Any]]) -> None:
-        """Takes over how often each was updated from torch's state."""
+        """Takes over the update counts from torch's state."""
         for index, parameter in enumerate(self._parameters):
             self._num_updates[index] = self._rule.num_updates(state.get(parameter, {}))
 
     def which_have_state(self) -> bytes:
-        """Changes when a parameter gets its first state."""
+        """A value that changes when a parameter gets its first state."""
         return (self._num_updates > 0).tobytes()
 
     def state(self) -> Iterator[tuple[torch.nn.Parameter, dict[str, Any]]]:
-        """That of each parameter as torch's optimizer would have it: nothing for what was never updated."""
+        """The state of each parameter as in torch's optimizer: none for parameters that were never updated."""
         for parameter, names, num_updates in zip(
             self._parameters, self._kept_names, self._num_updates.tolist(), strict=True
         ):

@@ -1,4 +1,4 @@
-"""The state of an optimizer in the memory devices, lent as torch's own mapping: what is done to it counts."""
+"""A copy, in torch's mapping type, of an optimizer's state in the memory devices; changes to it take effect."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ _Print = dict[int, dict[str, tuple[int, int]]]
 
 
 class LentState:
-    """A copy of all state, in which changes are noticed.
+    """A copy of all state that detects changes.
 
     Args:
-        held: By parameter and name, as torch's optimizer would have it.
-        known: The names that memory devices can keep.
+        held: State by parameter and name, as in torch's optimizer.
+        known: The names that memory devices can store.
     """
 
     def __init__(self, held: Mapping[torch.nn.Parameter, dict[str, Any]], known: Collection[str]) -> None:
         self.mapping: defaultdict[torch.nn.Parameter, dict[str, Any]] = defaultdict(dict, held)
-        """As `torch.optim.Optimizer.state`: {} for a parameter that has none."""
+        """As `torch.optim.Optimizer.state`: {} for a parameter without state."""
         self._known = frozenset(known)
-        self._as_lent = dict(held)  # keeps tensors, so that no other gets the number of one that was replaced
+        self._as_lent = dict(held)  # keeps replaced tensors alive, so that no new tensor gets the same id()
         self._print = _print_of(held)
 
     def is_changed(self) -> bool:
-        """Whether something was put in, taken out, replaced or written to since then.
+        """Whether an entry was added, removed, replaced or written to since construction.
 
         Raises:
-            RuntimeError: If there is something that the memory devices cannot keep.
+            RuntimeError: If there is an entry that the memory devices cannot store.
         """
         unknown = {name for state in self.mapping.values() for name in state} - self._known
         if unknown:
@@ -43,7 +43,7 @@ class LentState:
 
 
 def _print_of(state: Mapping[torch.nn.Parameter, Mapping[str, Any]]) -> _Print:
-    """Tells values apart by their identity, and tensors also by how often they were written to."""
+    """A fingerprint of the values: their identities, and for tensors also their numbers of writes."""
     return {
         id(parameter): {name: (id(value), _version_of(value)) for name, value in values.items()}
         for parameter, values in state.items()

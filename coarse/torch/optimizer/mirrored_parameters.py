@@ -1,4 +1,4 @@
-"""Parameters on a worker's GPU whose originals, which the optimizer updates, lie elsewhere."""
+"""Copies of parameters on a worker's GPU; the optimizer updates the originals in other memory."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from coarse.torch.gradients.layout import copy_all, is_dense
 
 
 class MirroredParameters:
-    """One worker's copies of a model's parameters, which every update brings anew.
+    """One worker's copies of a model's parameters, which every update refreshes.
 
-    What somebody writes to a copy between two steps, or gives it as its `.data`, is noticed and goes to the memory
-    devices before the next update: that of the worker that writes, as all workers write alike.
+    Writes to a copy between two steps, or tensors assigned to its `.data`, are detected and go to the memory devices
+    before the next update. The values of the writing worker are used; all workers must write the same values.
 
     Args:
-        parameters: The worker's own; they become copies of `originals` now.
+        parameters: The worker's own parameters; they become copies of `originals` now.
         originals: The same parameters in the memory devices.
-        writes: Whether this worker's values are those of the node.
+        writes: Whether this worker provides the node's values.
     """
 
     def __init__(
@@ -29,23 +29,23 @@ class MirroredParameters:
         self._originals = originals
         self._writes = writes
         for parameter in parameters:
-            if not is_dense(parameter.shape, parameter.stride()):  # it is brought as bytes in a row
+            if not is_dense(parameter.shape, parameter.stride()):  # copied as consecutive bytes
                 parameter.data = parameter.detach().contiguous()
         self._layouts = [self._layout_of(parameter) for parameter in parameters]
         self._watched = WatchedTensors(parameters)
         self.pull()
 
     def pull(self) -> None:
-        """Copies all parameters anew, by the processor; no update is under way."""
+        """Copies all parameters again, with the processor; no update may be running."""
         with torch.no_grad():
             copy_all(self._parameters, self._originals)
         self._watched.note_all()
 
     def address(self, index: int) -> int:
-        """Where the GPU is to copy a parameter to.
+        """The address to which the GPU copies a parameter.
 
         Raises:
-            RuntimeError: If it is not what it was when the optimizer was given to the memory devices.
+            RuntimeError: If the parameter has changed since the optimizer moved to the memory devices.
         """
         parameter = self._parameters[index]
         if self._layout_of(parameter) != self._layouts[index]:
@@ -56,20 +56,20 @@ class MirroredParameters:
         return int(parameter.data_ptr())
 
     def note_update(self, indices: Sequence[int]) -> None:
-        """Notes that copies are those of another update, for whoever uses them next on the current stream."""
-        # They changed in place: a graph that saved them before must not be run backward any more.
+        """Records that copies have the values of another update, for their next use on the current stream."""
+        # They changed in place, so a graph that saved them before must not be run backward any more.
         torch.autograd.graph.increment_version([self._parameters[index] for index in indices])
         self._watched.note(indices)
 
     def changed(self) -> list[int]:
-        """Which copies somebody has written to, or given other memory, since the last update."""
+        """Copies that were written to, or whose memory was replaced, since the last update."""
         changed = self._watched.changed()
         for index in changed:
             self._restore_order(index)
         return changed
 
     def _restore_order(self, index: int) -> None:
-        """Gives a parameter that was assigned the values of another order in memory its own order again."""
+        """Restores a parameter's memory order after a tensor of another order was assigned to it."""
         parameter, (dtype, device, shape, strides) = self._parameters[index], self._layouts[index]
         is_alike = (parameter.dtype, parameter.device, parameter.shape) == (dtype, device, shape)
         if is_alike and parameter.stride() != strides:
@@ -77,7 +77,7 @@ class MirroredParameters:
             parameter.data = ordered.copy_(parameter.detach())
 
     def publish(self, indices: Sequence[int]) -> None:
-        """Makes the values of these copies the originals'; no update is under way, and snapshots have the old."""
+        """Writes these copies to the originals; no update may be running, and snapshots must have the old values."""
         for index in indices:
             if self._writes:
                 copy_all([self._originals[index]], [self._parameters[index]])

@@ -1,4 +1,4 @@
-"""What of a wrapped model memory devices hold: where gradients lie, and how an optimizer's parameters move there."""
+"""The parts of a wrapped model in memory devices: registered gradients, and an optimizer's moved parameters."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class RemoteOptimizer(UnsupportedFeatures):
-    """The part of DistributedDataParallel that registers parameters, and what DistributedOptimizer asks of it."""
+    """The part of DistributedDataParallel that registers parameters and serves DistributedOptimizer."""
 
     _trainable: list[tuple[str, torch.nn.Parameter]]
     _gradients: GradientParts | None
@@ -58,28 +58,28 @@ class RemoteOptimizer(UnsupportedFeatures):
 
     @property
     def is_updated_by_memory_devices(self) -> bool:
-        """Whether these have parameters of the model and run an optimizer, until close()."""
+        """Whether memory devices hold parameters of the model and run an optimizer, until close()."""
         return bool(self.offloaded_parts) and not self._closed
 
     def _bring_values(self, *, but: Collection[torch.nn.Parameter] = ()) -> None:
         raise NotImplementedError
 
     def is_offloaded(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the memory devices run this optimizer, that was given to DistributedOptimizer, until close()."""
+        """Whether the memory devices run this optimizer (the one given to DistributedOptimizer), until close()."""
         return not self._closed and any(part.optimizer is optimizer for part in self.offloaded_parts)
 
     @property
     def offloaded_parts(self) -> list[OffloadedPart]:
-        """Those of optimizers in the memory devices, in the order in which they came."""
+        """The parts of optimizers in the memory devices, in the order of their addition."""
         return [] if self._gradients is None else self._gradients.offloaded
 
     @property
     def updated_parameters(self) -> set[torch.nn.Parameter]:
-        """Those that optimizers in the memory devices update."""
+        """Parameters that optimizers in the memory devices update."""
         return {parameter for part in self.offloaded_parts for _, parameter in part.named}
 
     def cannot_offload(self, parameters: Sequence[torch.nn.Parameter]) -> str:
-        """Why an optimizer of these cannot run in the memory devices; "" if it can."""
+        """The reason why an optimizer of `parameters` cannot run in the memory devices; "" if it can."""
         if self._gradients is None:
             return "a job of one worker has no memory devices"
         if self._travel_dtype is not None:
@@ -107,17 +107,17 @@ class RemoteOptimizer(UnsupportedFeatures):
         """Moves parameters and the optimizer's state to memory that workers and memory devices share. Collective.
 
         Args:
-            optimizer: Has the settings, and perhaps state.
-            rule: What it does.
-            parameters: Of the model, which no other optimizer in the memory devices has. Gradients of those that are
-                left are averaged as before.
+            optimizer: Has the settings, and possibly state.
+            rule: The optimizer's update rule.
+            parameters: Parameters of the model that no other optimizer in the memory devices has. Gradients of the
+                remaining parameters are averaged as before.
             overlap: Whether parameters are updated during backward(), not by OffloadedPart.update().
             measures: Whether memory devices measure averaged gradients, for measured_gradients().
-            staleness: How many updates a forward's parameters may not know of; with 0 they are those in the memory
-                devices, else copies: `cached`.
-            before_backward: With `overlap`, called as each backward() begins that averages.
-            owner: As of OffloadedPart.
-            replaced: The part of this optimizer that there was; the new one has its parameters too.
+            staleness: Number of recent updates that a forward's parameters may lack. With 0 they are those in the
+                memory devices, otherwise copies: `cached`.
+            before_backward: With `overlap`, called at the beginning of each backward() that averages.
+            owner: As for OffloadedPart.
+            replaced: The optimizer's previous part; the new part has its parameters too.
 
         Raises:
             ValueError: If cannot_offload() has a reason.
@@ -133,18 +133,18 @@ class RemoteOptimizer(UnsupportedFeatures):
         tensors = [parameter for _, parameter in moved]
         self._bring_values(but=tensors)
         if len(self._session.node_workers) < self._session.identity.world_size:
-            # Each node's are those of its own first worker from now on.
+            # From now on, each node has the values of its own first worker.
             broadcast_tensors(self._session, tensors)
             self._session.release_buffers()
         if not writes:
-            forget_values(tensors)  # those of the worker that writes come
+            forget_values(tensors)  # the writing worker provides the values
         try:
             gradients = self._register_part(
                 self._new_name("parameters"),
                 moved,
                 rule.state_names,
                 measures=measures,
-                # Turns would have a worker wait for slower ones.
+                # With shared slots, a worker would wait for slower ones.
                 shares_slots=overlap and not staleness,
                 moves=writes,
             )
@@ -188,10 +188,10 @@ class RemoteOptimizer(UnsupportedFeatures):
     def _move(
         self, offloaded: RemoteParameters, gradients: GradientSynchroniser
     ) -> OutOfDeviceMemoryError | None:
-        """Moves parameters to the memory devices and takes memory for the rest. Collective.
+        """Moves parameters to the memory devices and allocates memory for the rest. Collective.
 
         Returns:
-            Why it is not to be had, on all workers if one cannot have it; then parameters are as before.
+            On all workers, the reason if one cannot get the memory; parameters are then unchanged.
         """
         shortage: OutOfDeviceMemoryError | None = None
         try:
@@ -207,32 +207,32 @@ class RemoteOptimizer(UnsupportedFeatures):
         )
 
     def _average_again(self, free: NamedParameters, forgotten: Sequence[torch.nn.Parameter]) -> None:
-        """Has the model be as it was before memory devices refused to hold its parameters. Collective.
+        """Restores the model after memory devices refused to hold its parameters. Collective.
 
         Args:
-            free: What is registered nowhere.
-            forgotten: What worker 0 alone has the values of.
+            free: Parameters that are not registered.
+            forgotten: Parameters whose values only worker 0 has.
         """
         broadcast_tensors(self._session, forgotten)
         self._session.release_buffers()
         self._average(free)
 
     def take_back(self, part: OffloadedPart) -> None:
-        """Gives workers an optimizer's parameters and its state back; their gradients are averaged. Collective."""
+        """Returns an optimizer's parameters and state to the workers; gradients are averaged. Collective."""
         assert self._gradients is not None
         self._gradients.check_finished()
         part.offloaded.give_back(has_values=True)
         self._average(self._release_rest(part))
 
     def _average_by_hook(self, *, dtype: torch.dtype | None = None, hook: BucketHook | None = None) -> None:
-        """From now on gradients are rounded to `dtype` and averaged, or averaged by `hook`. Collective."""
+        """From now on, rounds gradients to `dtype` and averages them, or lets `hook` average them. Collective."""
         assert self._gradients is not None
         self._gradients.check_finished()
         self._travel_dtype, self._bucket_hook = dtype, hook
         self._average(self._release_rest())
 
     def _average_more(self) -> None:
-        """Averages the gradients of all parameters that are trainable now and in no optimizer's part. Collective."""
+        """Registers the gradients of all trainable parameters that are in no optimizer's part. Collective."""
         assert self._gradients is not None
         self._gradients.check_finished()
         has_local = self._gradients.has_local
@@ -243,14 +243,14 @@ class RemoteOptimizer(UnsupportedFeatures):
             rest.gradients.has_local = has_local
 
     def _average(self, named: NamedParameters) -> None:
-        """Registers the gradients of what no optimizer in the memory devices updates. Collective."""
+        """Registers the gradients of parameters that no optimizer in the memory devices updates. Collective."""
         assert self._gradients is not None
         if named:
             gradients = self._register_part(self._new_name("gradients"), named)
             self._gradients.add(GradientPart(named=named, gradients=gradients))
 
     def _release_rest(self, more: OffloadedPart | None = None) -> list[tuple[str, torch.nn.Parameter]]:
-        """Frees the memory of the gradients that no optimizer's part has, and of `more`; returns what they are of."""
+        """Frees the memory of gradients in no optimizer's part and of `more`; returns their parameters."""
         assert self._gradients is not None
         parts = [part for part in (self._gradients.rest, more) if part is not None]
         freed = {parameter for part in parts for _, parameter in part.named}
@@ -258,7 +258,7 @@ class RemoteOptimizer(UnsupportedFeatures):
         return [(name, parameter) for name, parameter in self._trainable if parameter in freed]
 
     def _new_name(self, kind: str) -> str:
-        """The same on every worker: registering is collective."""
+        """Returns a new name, the same on every worker, because registering is collective."""
         self._num_registrations[kind] += 1
         number = self._num_registrations[kind]
         return f"{self._name}/{kind}" + (f" {number}" if number > 1 else "")
@@ -266,8 +266,8 @@ class RemoteOptimizer(UnsupportedFeatures):
     def _hold_parameters(self, part: OffloadedPart, updates: UpdateTracker, *, staleness: int) -> None:
         """Makes this worker's parameters those of the memory devices, or copies of them. Collective."""
         gradients, offloaded = part.gradients, part.offloaded
-        # Views and copies do not go together: what is written to a view, others would take for an update's result.
-        # When this returns the values of the worker that writes are there.
+        # Views and copies must not be mixed: workers with copies would take writes to a view for an update's result.
+        # After this call, the values of the writing worker are in place.
         has_copies = self._is_true_anywhere(_tensor_group(gradients).are_parameters_elsewhere)
         if staleness:
             part.cached = offloaded.cache(staleness=staleness)
@@ -281,21 +281,21 @@ class RemoteOptimizer(UnsupportedFeatures):
             offloaded.share(_tensor_group(gradients).open_own_parameters(publishes=offloaded.writes))
 
     def _follow_module(self, offloaded: RemoteParameters) -> None:
-        """Has whoever saves the module wait for updates, and snapshots keep what is loaded over."""
+        """Makes saving the module wait for updates, and snapshots keep contents before loading overwrites them."""
         reference = weakref.ref(offloaded)  # the module may outlive this wrapper
         self.module.register_load_state_dict_pre_hook(OwnHook(lambda: _keep_snapshots(reference)))
         self.module.register_state_dict_pre_hook(OwnHook(lambda: _wait_for_update(reference)))
 
     def keep_snapshots(self) -> None:
-        """Has snapshots copy what they refer to, before anything but an update writes to parameters."""
+        """Makes snapshots copy their contents; called before any write to parameters except an update."""
         if self._gradients is not None:
             self._gradients.keep_snapshots()
 
     def agree_on_obstacle(self, reason: str) -> str:
-        """Why no worker's optimizer is to run in the memory devices; "" if all can. Collective.
+        """The reason why some worker's optimizer cannot run in the memory devices; "" if all can. Collective.
 
         Args:
-            reason: Why this one's cannot; "" if it can.
+            reason: The reason why this worker's cannot; "" if it can.
         """
         if self._gradients is not None and self._is_true_anywhere(bool(reason)):
             return reason or "that of another worker cannot, and says why"
@@ -305,19 +305,19 @@ class RemoteOptimizer(UnsupportedFeatures):
         return _is_true_anywhere(self._session, condition)
 
     def update_parameters(self, part: OffloadedPart, *, gradient_scale: float = 1.0) -> None:
-        """OffloadedPart.update(), if the backward before it is finished."""
+        """Calls OffloadedPart.update() after checking that the previous backward is finished."""
         self._open_gradients(part).check_finished()
         part.update(gradient_scale=gradient_scale)
 
     def end_overlapped_step(self, part: OffloadedPart) -> None:
-        """Admits the next update during backward."""
+        """Permits the next backward to update."""
         self._open_gradients(part)
         part.gradients.end_step()
 
     def measured_gradients(
         self, part: OffloadedPart, *, num_changes: int, are_unscaled: bool
     ) -> list[MeasuredGradient]:
-        """The gradients that there are, as the memory devices measured them; arguments as of GradientSynchroniser."""
+        """The existing gradients as measured by the memory devices; arguments as for GradientSynchroniser."""
         self._open_gradients(part)
         return part.gradients.measured(num_changes=num_changes, are_unscaled=are_unscaled)
 
@@ -331,25 +331,25 @@ class RemoteOptimizer(UnsupportedFeatures):
 
     @property
     def keeps_devices(self) -> bool:
-        """Whether the memory devices outlive workers that crash."""
+        """Whether the memory devices outlive crashed workers."""
         return self._gradients is not None and self._session.settings.keep_devices > 0
 
     @property
     def replicates_devices(self) -> bool:
-        """Whether what a memory device has outlives that device too."""
+        """Whether the contents of a memory device survive the loss of that device."""
         return self._gradients is not None and self._session.settings.replicas > 0
 
     def keep_state(self, step: int, state: bytes) -> None:
-        """Gives this worker's own state to the memory devices, which keep those of the last two steps.
+        """Stores this worker's own state in the memory devices, which keep the states of the last two steps.
 
         Args:
-            step: That begins now.
-            state: Not empty.
+            step: The step that begins now.
+            state: The state, not empty.
         """
         self._session.store(self._state_key(step), np.frombuffer(state, dtype=np.uint8))
 
     def kept_state(self, step: int) -> memoryview:
-        """What was given to keep_state() last for this step, or one that is two away."""
+        """The last state from keep_state() for this step, or for another step of the same parity."""
         return self._session.load(self._state_key(step)).value
 
     def _state_key(self, step: int) -> str:
@@ -382,10 +382,10 @@ class RemoteOptimizer(UnsupportedFeatures):
         )
 
     def _watch_end(self, others: Sequence[AnyTensorGroup]) -> None:
-        """Arranges for what is left to do when nobody refers to this wrapper any more.
+        """Registers the cleanup that runs when this wrapper is deleted.
 
         Args:
-            others: What it has registered beside gradients.
+            others: Its registered groups in addition to gradients.
         """
         assert self._gradients is not None
         end = weakref.finalize(self, _drop, self._gradients, list(others), self._dropped)
@@ -404,14 +404,14 @@ def _tensor_group(gradients: GradientSynchroniser) -> TensorGroup:
 
 
 def _keep_snapshots(reference: weakref.ref[RemoteParameters]) -> None:
-    """Has the snapshots of a model keep what is going to be overwritten, if it still has any."""
+    """Makes the snapshots of a model keep contents that are about to be overwritten, if the model still exists."""
     offloaded = reference()
     if offloaded is not None:
         offloaded.keep_snapshots()
 
 
 def _wait_for_update(reference: weakref.ref[RemoteParameters]) -> None:
-    """Raises if the parameters that are going to be saved are those of no step."""
+    """Waits for updates before parameters are saved; raises if an update has failed."""
     offloaded = reference()
     if offloaded is not None:
         offloaded.wait()
@@ -422,8 +422,8 @@ def _drop(
     others: Sequence[AnyTensorGroup],
     dropped: deque[Callable[[], object]],
 ) -> None:
-    """Runs when a wrapper is gone, in whatever thread."""
+    """Runs when a wrapper is deleted, in any thread."""
     gradients.remove_hooks()
     gradients.release_parameters()
-    # Whoever leaves before an update is complete would be missed by those who have not pushed theirs.
+    # A worker that left before the update is complete would block workers that have not pushed yet.
     dropped.extend([gradients.finish_updates, gradients.close_groups, *(group.close for group in others)])

@@ -21,7 +21,7 @@ from coarse.torch.optimizer.mirrored_parameters import MirroredParameters
 from coarse.torch.optimizer.update_rules import UpdateRule
 
 MASTER = "master"
-"""What state dicts call the float32 weights of a 16-bit parameter; torch's optimizers do not look at it."""
+"""Name of a 16-bit parameter's float32 weights in state dicts; torch's optimizers ignore it."""
 
 LoadedState = Mapping[torch.nn.Parameter, Mapping[str, Any]]
 
@@ -31,12 +31,12 @@ class RemoteParameters:
 
     Args:
         group: Registered with the rule's states.
-        parameters: In the order of the group; move(), then share(), mirror() or cache() makes them what the memory
-            devices have.
-        optimizer: Its parameter groups have the settings, now and later. take_over() moves state that it has to the
-            memory devices, unless these have kept a newer one.
-        rule: What the optimizer does.
-        writes: Whether this worker's values are those of the node: one worker's are. The others must not read
+        parameters: In the order of the group. move(), then share(), mirror() or cache(), connects them with the
+            memory devices' values.
+        optimizer: Its parameter groups have the settings, now and later. take_over() moves its state to the memory
+            devices, unless these have kept a newer one.
+        rule: The optimizer's update rule.
+        writes: Whether this worker provides the node's values; one worker per node does. The others must not read
             parameters before it has returned from take_over().
         finish_update: Waits until the updates that this worker has pushed are complete; returns their number.
         meet: Returns when every worker has called it.
@@ -59,7 +59,7 @@ class RemoteParameters:
         self._optimizer = optimizer
         self._rule = rule
         self.writes = writes
-        """Whether this worker's values are those of its node."""
+        """Whether this worker provides its node's values."""
         self._num_updates = np.zeros(len(parameters), dtype=np.int64)
         self._are_states_zero = True
         self._is_shared = self._is_expected = False
@@ -71,7 +71,7 @@ class RemoteParameters:
         self._settle_gradients: Callable[[], None] = lambda: None
         self._finish_update = finish_update
         self.recovered_step = 0 if group.recovered is None else group.recovered.step
-        """The step after which the memory devices have kept parameters and states for this worker; 0 for none."""
+        """The last step in the parameters and states that the memory devices kept for this worker; 0 for none."""
         self._settings = np.frombuffer(group.settings(), dtype=SETTINGS_DTYPE)
         positions = {parameter: index for index, parameter in enumerate(parameters)}
         self._members = [
@@ -81,19 +81,19 @@ class RemoteParameters:
         self._kept_names = [self._names_kept_of(parameter) for parameter in parameters]
         of_optimizer = [parameter for options in optimizer.param_groups for parameter in options["params"]]
         self.empty = EmptyParameters(of_optimizer, rule, [self._names_kept_of(each) for each in of_optimizer])
-        """What the optimizer holds beside, of which memory devices have nothing."""
+        """The optimizer's parameters without elements, of which memory devices store nothing."""
         self._originals = [slot_tensor(group.parameter(i), p) for i, p in enumerate(parameters)]
         self._own: PrivateWrites | None = None
         self._views: Sequence[torch.Tensor] = self._originals
 
     def move(self) -> None:
-        """Takes memory for what is kept, and copies this worker's parameters there if it is the one that writes.
+        """Allocates memory in the memory devices, and copies this worker's parameters there if it `writes`.
 
-        One by one: memory of the host is taken for each and freed as its copy is there. Until share(), mirror() or
-        cache() they are views of the shared memory where both are in the host's.
+        Parameters move one by one: the host memory of each is freed once its copy is complete. If both memories are
+        in the host, a parameter is a view of the shared memory until share(), mirror() or cache().
 
         Raises:
-            OutOfDeviceMemoryError: If memory is not to be had. All parameters have their values still.
+            OutOfDeviceMemoryError: If the memory is not available. All parameters still have their values.
         """
         if not self.writes or self._group.recovered is not None:
             return
@@ -107,7 +107,7 @@ class RemoteParameters:
         self._settle()
 
     def take_over(self) -> None:
-        """Moves the optimizer's own state, or takes what the memory devices have kept. After move()."""
+        """Moves the optimizer's own state, or uses the state kept by the memory devices. Call it after move()."""
         if self._group.recovered is None:
             self.adopt_state()
             return
@@ -116,7 +116,7 @@ class RemoteParameters:
         self._optimizer.state.clear()
 
     def cache(self, *, staleness: int) -> CachedParameters:
-        """Makes every parameter a copy that may be `staleness` updates old, instead of share()."""
+        """Makes every parameter a copy that may be `staleness` updates old; an alternative to share()."""
         self._take_own_memory()
         self._cached = CachedParameters(
             self._parameters,
@@ -129,14 +129,14 @@ class RemoteParameters:
         return self._cached
 
     def _take_own_memory(self) -> None:
-        """Has no parameter lie in shared memory, as those that _move() has moved do; copies of them are to come."""
+        """Moves parameters that _move() has moved to shared memory back to own memory, before they become copies."""
         forget_values(self._parameters)
 
     def mirror(self, settle: Callable[[], None]) -> MirroredParameters:
-        """Makes every parameter a copy on the model's GPU, where memory devices have theirs elsewhere; as share().
+        """Makes every parameter a copy on the model's GPU, if memory devices store it elsewhere; see share().
 
         Args:
-            settle: Waits for what this worker has pushed: then the others have fetched what they pushed before.
+            settle: Waits for this worker's pushes; afterwards the others have fetched their earlier pushes.
         """
         self._settle_gradients = settle
         self._take_own_memory()
@@ -145,10 +145,10 @@ class RemoteParameters:
         return self._mirror
 
     def share(self, own: PrivateWrites | None = None) -> None:
-        """Makes every parameter a view of the shared memory. Call it when the worker that writes has written.
+        """Makes every parameter a view of the shared memory. Call it after the writing worker has written.
 
         Args:
-            own: Through which this worker sees it; None where it sees what other workers write there.
+            own: This worker's private view; None if this worker sees other workers' writes.
         """
         if own is not None:
             self._own = own
@@ -158,20 +158,19 @@ class RemoteParameters:
         self._is_shared = True
 
     def release(self) -> None:
-        """Gives every parameter memory of its own again, with the values of now."""
+        """Gives every parameter memory of its own again, with the current values."""
         self._is_shared = False
         self._cached = self._own = None
-        self._finish_update = lambda: 0  # it refers to this in turn; whoever releases waits by himself
+        self._finish_update = lambda: 0  # breaks a reference cycle; the caller of release() waits itself
         for parameter, view in zip(self._parameters, self._views, strict=True):
             if parameter.data_ptr() == view.data_ptr():
                 parameter.data = view.clone()
 
     def give_back(self, *, has_values: bool) -> None:
-        """Gives the optimizer its state back, and the worker its parameters as release() does; between two updates.
+        """Returns the state to the optimizer and, as release(), the parameters to the worker; between two updates.
 
         Args:
-            has_values: Whether this worker gets values; else it has memory for parameters, and knows how often they
-                were updated.
+            has_values: Whether this worker gets values; otherwise only memory for parameters and their update counts.
         """
         self._finish_update()
         self.finish_saves()
@@ -188,7 +187,7 @@ class RemoteParameters:
         self._optimizer.state.update(state)
 
     def _state_without_values(self) -> dict[torch.nn.Parameter, dict[str, Any]]:
-        """As state(), with tensors that have no memory."""
+        """As state(), with tensors without memory."""
         return {
             parameter: {
                 **self._rule.counted(int(self._num_updates[index])),
@@ -202,14 +201,14 @@ class RemoteParameters:
         } | dict(self.empty.state())
 
     def begin(self, present: Sequence[bool] | None = None, *, gradient_scale: float = 1.0) -> None:
-        """Writes down how the next update is to be done, by the optimizer's settings of now.
+        """Writes the settings of the next update, from the optimizer's current settings.
 
         Args:
-            present: For which parameters this worker has a gradient, if that is known.
-            gradient_scale: What gradients are multiplied with, the same on every worker.
+            present: Parameters for which this worker has a gradient, if known.
+            gradient_scale: Factor for the gradients, the same on every worker.
 
         Raises:
-            RuntimeError: If a parameter has been given memory that the memory devices cannot take the values of.
+            RuntimeError: If a parameter was assigned memory whose values the memory devices cannot read.
         """
         self._publish()
         digests = self.take_over_writes()
@@ -229,7 +228,7 @@ class RemoteParameters:
             self._settings["has_gradient"] = present
 
     def _values_elsewhere(self) -> list[int]:
-        """Which parameters have been given other memory than the memory devices', as by `parameter.data = tensor`.
+        """Parameters whose memory is no longer the memory devices', as after `parameter.data = tensor`.
 
         Raises:
             RuntimeError: If their values cannot be taken over.
@@ -249,15 +248,15 @@ class RemoteParameters:
         return elsewhere
 
     def expect(self) -> None:
-        """Notes that whatever the current stream is given next uses updated parameters; finish() comes later."""
+        """Records that later work of the current stream uses updated parameters; finish() follows."""
         self._return_moved()
         self._note_update(range(len(self._parameters)))
         self._is_expected = True
 
     def expect_one(self, index: int) -> None:
-        """Notes that one parameter may be updated from now on, while backward still runs."""
+        """Records that one parameter may be updated from now on, while backward still runs."""
         if self._cached is None:
-            # What comes later in this backward and has saved it, detached from the graph, must not read it.
+            # Later parts of this backward that saved the parameter, detached from the graph, must not read it.
             torch.autograd.graph.increment_version(self._parameters[index])
 
     def wait(self) -> None:
@@ -265,7 +264,7 @@ class RemoteParameters:
         self._finish_update()
 
     def finish(self, contributors: Sequence[int]) -> None:
-        """Notes that parameters with contributors were updated."""
+        """Records that parameters with contributors were updated."""
         self._return_moved()
         updated = np.asarray(contributors) > 0
         self._num_updates += updated
@@ -275,7 +274,7 @@ class RemoteParameters:
         self._check_unwritten()
 
     def _check_unwritten(self) -> None:
-        """Raises if somebody has written to parameters while they were updated: the update would be lost there."""
+        """Raises if parameters were written to during their update, because the update would be lost there."""
         if self._own is None or (index := self._own.first_written()) is None:
             return
         raise RuntimeError(
@@ -288,11 +287,11 @@ class RemoteParameters:
         if self._mirror is not None:
             self._mirror.note_update(indices)
         elif self._cached is None:
-            # They changed in place: a graph that saved them before must not be run backward any more.
+            # They changed in place, so a graph that saved them before must not be run backward any more.
             torch.autograd.graph.increment_version([self._parameters[index] for index in indices])
 
     def _publish(self) -> None:
-        """Gives what somebody has written to parameters elsewhere to the memory devices; no update is under way."""
+        """Copies writes to parameters in other memory to the memory devices; no update may be running."""
         if self._cached is not None:
             self._cached.publish_changes()
         elif self._mirror is not None and (changed := self._mirror.changed()):
@@ -303,18 +302,19 @@ class RemoteParameters:
             self._settle()
 
     def take_assigned(self) -> None:
-        """Takes the values of parameters over that were given other memory. Collective if there are any.
+        """Takes over the values of parameters whose memory was replaced. Collective if there are any.
 
-        Nobody writes before all workers are here: one may still read what the others have assigned others for. Until
-        the next update is complete, this worker goes on with that memory: the one that writes may not have written.
+        No worker writes before all have arrived, because one may still read parameters that others have replaced.
+        Until the next update is complete, this worker continues with the assigned memory, because the writing worker
+        may not have written yet.
 
         Raises:
-            RuntimeError: If a parameter has been given memory that the memory devices cannot take the values of.
+            RuntimeError: If a parameter was assigned memory whose values the memory devices cannot read.
         """
         if not self._is_shared or self._cached is not None or self._mirror is not None:
             return
         self._moved = self._values_elsewhere()
-        if self._own is not None:  # nobody sees it before all have taken it over
+        if self._own is not None:  # no worker sees the values before all have taken them over
             copy_all([self._views[i] for i in self._moved], [self._parameters[i] for i in self._moved])
             return self._return_moved()
         if self._moved:
@@ -325,27 +325,28 @@ class RemoteParameters:
             self._settle()
 
     def _return_moved(self) -> None:
-        """Makes parameters whose values were taken over views of the shared memory again."""
+        """Restores the views of shared memory for parameters whose values were taken over."""
         for index in self._moved:
             self._parameters[index].data = same_memory(self._views[index])
         self._moved = []
 
     def take_over_writes(self) -> npt.NDArray[np.uint32] | int:
-        """Has all workers have what each of them has written alike since the last update. Collective; no update is
-        under way. Where they have written unlike values, these stay their own, and the next update is refused.
+        """Publishes equal writes by all workers since the last update. Collective; no update may be running.
+
+        Where workers have written different values, these stay private, and the next update is refused.
 
         Returns:
-            A digest of what this worker has written to each parameter; 0 for nothing.
+            A digest of this worker's writes to each parameter; 0 if none.
 
         Raises:
-            RuntimeError: If workers have written unlike values, and are on several nodes.
+            RuntimeError: If workers on several nodes have written different values.
         """
         self.take_assigned()
         if self._own is None:
             return 0
         digests, is_alike = self._own.take_over(self._group.keep_snapshots)
         if not is_alike and self._group.spans_nodes:
-            # Memory devices would notice it after their own node's update.
+            # Memory devices would detect it only after their own node's update.
             index = int(np.flatnonzero(digests)[0])
             raise RuntimeError(
                 f"this worker has written values to parameter {index} of shape "
@@ -356,13 +357,13 @@ class RemoteParameters:
         return digests
 
     def in_shared_memory(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The same tensors, with those that are this worker's views of parameters as all workers see them."""
+        """The same tensors, with this worker's private views of parameters replaced by the shared values."""
         pairs = zip(self._views, self._originals, strict=True)
         originals = {view.data_ptr(): original for view, original in pairs}
         return {name: originals.get(tensor.data_ptr(), tensor) for name, tensor in tensors.items()}
 
     def see_shared(self) -> None:
-        """Has parameters be what is in the shared memory, whatever this worker has written to them itself."""
+        """Resets parameters to the values in shared memory and discards this worker's own writes."""
         if self._own is not None:
             self._own.give_back()
             torch.autograd.graph.increment_version(list(self._parameters))
@@ -371,7 +372,7 @@ class RemoteParameters:
         """Moves the optimizer's own state, if it has any, to the memory devices.
 
         Args:
-            loaded: What takes its place; None for nothing.
+            loaded: State to use instead; None for the optimizer's own.
         """
         self._finish_update()
         self._lent = None
@@ -388,9 +389,9 @@ class RemoteParameters:
         self._optimizer.state.clear()
 
     def lend(self) -> MutableMapping[torch.nn.Parameter, dict[str, Any]]:
-        """The state as torch's mapping: a copy, whose changes the next update takes over. The same until then.
+        """The state in torch's mapping type: a copy, whose changes the next update applies. Cached until then.
 
-        Every worker has to make the same changes; those of each node's first worker count.
+        Every worker must make the same changes; those of each node's first worker are used.
         """
         if self._lent is None:
             names = {name for kept in self._kept_names for name in kept}
@@ -398,16 +399,16 @@ class RemoteParameters:
         return self._lent.mapping
 
     def _take_lent(self) -> None:
-        """Has the memory devices hold what was changed in the state that was lent; no update is under way."""
+        """Copies changes of the lent state to the memory devices; no update may be running."""
         lent, self._lent = self._lent, None
         if lent is not None and lent.is_changed():
             self.keep_snapshots()
             self.adopt_state(lent.mapping)
 
     def state(self) -> dict[torch.nn.Parameter, dict[str, Any]]:
-        """The state as torch's optimizer would have it: nothing for what was never updated.
+        """The state as in torch's optimizer: none for parameters that were never updated.
 
-        A copy, or what lend() has given away.
+        A copy, or the contents of the mapping from lend().
         """
         if self._lent is not None:
             return {parameter: values for parameter, values in self._lent.mapping.items() if values}
@@ -430,7 +431,7 @@ class RemoteParameters:
         return {parameter: held[parameter] for parameter in of_optimizer if parameter in held}
 
     def keep_snapshots(self) -> None:
-        """Has snapshots copy what they refer to: before anything but an update writes to parameters or state.
+        """Makes snapshots copy their contents; called before any write to parameters or state except an update.
 
         Does nothing before share() and after release().
         """
@@ -439,25 +440,25 @@ class RemoteParameters:
             self._group.keep_snapshots()
 
     def before_leaving(self, callback: Callable[[], object]) -> None:
-        """Has `callback` called before parameters leave the memory devices: saves of them end before."""
+        """Registers a callback that runs before parameters leave the memory devices, to finish their saves."""
         self._before_leaving.append(callback)
 
     def finish_saves(self) -> None:
-        """Waits for the saves that are under way."""
+        """Waits for running saves."""
         for callback in self._before_leaving:
             callback()
 
     def warm_snapshots(self) -> None:
-        """Has memory for a snapshot taken ahead, in the background."""
+        """Allocates memory for a snapshot in advance, in the background."""
         self._group.warm_snapshots()
 
     def snapshot(self) -> Snapshot:
-        """Begins a snapshot of parameters and state; between the end of a step and the next backward.
+        """Begins a snapshot of parameters and state, between the end of a step and the next backward.
 
-        Of parameters that were assigned to `.data` it has the values if all workers have called take_assigned().
+        It includes values assigned to `.data` if all workers have called take_assigned().
 
         Raises:
-            SnapshotsBusyError: If as many as there can be are held.
+            SnapshotsBusyError: If the largest possible number of snapshots exists already.
         """
         self._finish_update()
         self._publish()
@@ -470,7 +471,7 @@ class RemoteParameters:
         return self._parameters
 
     def places(self) -> Iterator[tuple[torch.nn.Parameter, str, int, int]]:
-        """Where what lies: parameter, name of its state or "" for its value, number of the tensor, of its array."""
+        """Locations: parameter, name of its state or "" for its value, number of the tensor, number of its array."""
         self._finish_update()
         for index, parameter in enumerate(self._parameters):
             yield parameter, "", index, 0
@@ -479,27 +480,27 @@ class RemoteParameters:
                     yield parameter, name, index, 1 + number
 
     def counts(self) -> Iterator[tuple[int, int]]:
-        """The numbers of parameters that have state, and how often each was updated."""
+        """The numbers of parameters that have state, and their update counts."""
         self._finish_update()
         for index, num_updates in enumerate(self._num_updates.tolist()):
             if self._has_state(index):
                 yield index, num_updates
 
     def which_have_state(self) -> bytes:
-        """Changes when a parameter gets its first state."""
+        """A value that changes when a parameter gets its first state."""
         self._finish_update()
         return (self._num_updates > 0).tobytes() + self.empty.which_have_state()
 
     def counted(self, num_updates: int) -> Mapping[str, Any]:
-        """What torch's state has beside what is in the memory devices, after so many updates."""
+        """The entries of torch's state that are not in the memory devices, after `num_updates` updates."""
         return self._rule.counted(num_updates)
 
     def _names_kept_of(self, parameter: torch.nn.Parameter) -> tuple[str, ...]:
-        """Names of the float32 tensors that are kept for a parameter, in their order."""
+        """Names of a parameter's float32 tensors in the memory devices, in their order."""
         return (*self._rule.state_names, *((MASTER,) if parameter.dtype != torch.float32 else ()))
 
     def _settle(self) -> None:
-        """Returns when what was written to shared memory is there, if a GPU writes it: others read it next."""
+        """Waits for a GPU's writes to shared memory, because other workers read it next."""
         for device in {view.device for view in self._originals if view.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
 
@@ -512,10 +513,10 @@ class RemoteParameters:
         for number, name in enumerate(self._kept_names[index]):
             value = state.get(name)
             if name == MASTER and value is not None and value.dtype != torch.float32:
-                value = None  # rounded by whoever had it meanwhile: the parameter says as much
+                value = None  # rounded meanwhile, so it has no more precision than the parameter
             if value is not None:
                 copy_all([self._state_tensor(index, number)], [value])
-            elif not self._are_states_zero:  # zeros as they came are not touched, and so take no memory
+            elif not self._are_states_zero:  # initial zeros are not touched, so they take no memory
                 self._state_tensor(index, number).zero_()
 
     def _state_tensor(self, index: int, number: int) -> torch.Tensor:
@@ -528,7 +529,7 @@ def _can_be_taken_over(parameter: torch.Tensor, view: torch.Tensor) -> bool:
 
 
 def _is_shared_by_torch(tensor: torch.Tensor) -> bool:
-    """Whether other processes may have it from torch.multiprocessing, and would not see what becomes of it."""
+    """Whether other processes may share it through torch.multiprocessing, which would not see later changes."""
     return bool(tensor.is_cpu and tensor.is_shared())
 
 

@@ -1,4 +1,4 @@
-"""Gives all workers the state that one worker's optimizer has."""
+"""Broadcasts the state of one worker's optimizer to all workers."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def broadcast_state(session: Session, optimizer: torch.optim.Optimizer, *, root:
     """Overwrites the optimizer's state of all workers with that of worker `root`. Collective.
 
     Args:
-        session: Of the workers.
+        session: Session of the workers.
         optimizer: Has the same parameters on every worker, with a state of tensors and numbers.
-        root: Whose state it is.
+        root: Worker that provides the state.
     """
     parameters = [parameter for options in optimizer.param_groups for parameter in options["params"]]
     states = [optimizer.state.get(parameter, {}) for parameter in parameters]
@@ -37,7 +37,7 @@ def broadcast_state(session: Session, optimizer: torch.optim.Optimizer, *, root:
 
 
 def _described(value: Any) -> Any:
-    """As JSON: a number, or the type, the shape and the place of a tensor."""
+    """A value as JSON: a number, or a tensor's type, shape and place (host or the parameter's device)."""
     if not isinstance(value, torch.Tensor):
         return value
     place = "host" if value.is_cpu else "parameter's"
@@ -45,7 +45,7 @@ def _described(value: Any) -> Any:
 
 
 def _made(described: Any, parameter: torch.nn.Parameter) -> Any:
-    """What was described, a tensor with any values."""
+    """The described value; a tensor has arbitrary values."""
     if not isinstance(described, dict):
         return described
     dtype = getattr(torch, described["dtype"])

@@ -1,4 +1,4 @@
-"""Optimizers of trainers (Accelerate, transformers, Lightning) that are to run in the memory devices."""
+"""Runs optimizers of trainers (Accelerate, transformers, Lightning) in the memory devices."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _WRAPPING_PACKAGES = frozenset({"accelerate", "lightning"})
 
 
 class OptimizerOffloading:
-    """Has a trainer's optimizers run in the memory devices of the models that it has wrapped.
+    """Moves a trainer's optimizers to the memory devices of the models that it has wrapped.
 
-    One of a model that is not wrapped, as a process that trains alone leaves it, runs here, by the same options.
+    An optimizer of an unwrapped model, as in a process that trains alone, runs on the worker with the same options.
 
     Args:
-        offload_optimizer: Whether it does; or what else DistributedOptimizer is given, such as {"overlap": True}
-            where gradients are not clipped.
+        offload_optimizer: Whether to move optimizers; or further arguments of DistributedOptimizer, such as
+            {"overlap": True} if gradients are not clipped.
     """
 
     def __init__(self, offload_optimizer: bool | Mapping[str, Any]) -> None:
@@ -34,16 +34,16 @@ class OptimizerOffloading:
 
     @property
     def has_options(self) -> bool:
-        """Whether more is asked for than memory devices, which a process that trains alone has none of."""
+        """Whether options were given, which also apply without memory devices, in a process that trains alone."""
         return bool(self._options)
 
     def add_model(self, model: Module) -> Module:
-        """Returns the model, whose optimizer may come next."""
+        """Registers and returns a model, whose optimizer may be passed to apply() later."""
         self._models.add(model)
         return model
 
     def apply(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """What is to take the optimizer's place.
+        """Returns the replacement of the optimizer.
 
         Raises:
             ValueError: If none of the models has its parameters, or DistributedOptimizer refuses it.
@@ -55,17 +55,17 @@ class OptimizerOffloading:
         return optimizer
 
     def overlaps(self, parameters: Iterable[torch.Tensor]) -> bool:
-        """Whether memory devices update one of the parameters during backward(), which leaves no gradient of it."""
+        """Whether memory devices update one of the parameters during backward(), so that no gradient remains."""
         asked = {id(parameter) for parameter in parameters}
         overlapping = [each for each in self._optimizers if each.overlaps]
         return any(id(parameter) in asked for each in overlapping for parameter in parameters_of(each))
 
     def check_clipping(self, asked: str, parameters: Iterable[torch.Tensor]) -> None:
-        """Has nobody train without the clipping of gradients that was asked for.
+        """Raises an error instead of silently ignoring requested gradient clipping.
 
         Args:
-            asked: What asks for it.
-            parameters: Whose gradients they are.
+            asked: The option or call that requests clipping.
+            parameters: The parameters whose gradients are to be clipped.
 
         Raises:
             ValueError: If overlaps(parameters).
@@ -74,10 +74,10 @@ class OptimizerOffloading:
             raise _clipping_error(asked)
 
     def check_clipping_option(self, asked: str) -> None:
-        """The same before there is an optimizer.
+        """As check_clipping(), before an optimizer exists.
 
         Raises:
-            ValueError: If optimizers are to have overlap=True.
+            ValueError: If optimizers will have overlap=True.
         """
         if self._options.get("overlap"):
             raise _clipping_error(asked)
@@ -98,16 +98,16 @@ class OptimizerOffloading:
 
 
 def bare_optimizer(optimizer: Any) -> Any:
-    """The optimizer inside of what Accelerate or Lightning have made of it; else what was given.
+    """The optimizer inside a wrapper of Accelerate or Lightning; other arguments are returned unchanged.
 
-    Their wrappers pass for torch's optimizers, and have none of their hooks.
+    These wrappers are instances of torch's optimizer class, but lack its hooks.
     """
     packages = {kind.__module__.partition(".")[0] for kind in type(optimizer).__mro__}
     return optimizer if packages.isdisjoint(_WRAPPING_PACKAGES) else bare_optimizer(optimizer.optimizer)
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """All that it updates."""
+    """All parameters of the optimizer."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 

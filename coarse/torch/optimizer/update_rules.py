@@ -1,4 +1,4 @@
-"""Which of torch's optimizers memory devices can run, and the coefficients of their rules step by step."""
+"""torch's optimizers that memory devices can run, and the coefficients of their rules for each step."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ class UpdateRule(Protocol):
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """torch's names of what is kept for each parameter, in the order of the native rule."""
+        """torch's names of each parameter's states, in the order of the native rule."""
 
     def settings(self, options: Mapping[str, Any], update_number: int) -> dict[str, float]:
-        """The fields of SETTINGS_DTYPE that are not zero, for one parameter.
+        """The non-zero fields of SETTINGS_DTYPE for one parameter.
 
         Args:
-            options: Of its parameter group, as torch keeps them.
+            options: Options of its parameter group, in torch's format.
             update_number: 1 for the parameter's first update.
         """
 
     def num_updates(self, state: Mapping[str, Any]) -> int:
-        """How many updates torch's state of a parameter has seen; for rules that do not count them, 0 or 1."""
+        """Number of updates in torch's state of a parameter; 0 or 1 for rules that do not count updates."""
 
     def counted(self, num_updates: int) -> Mapping[str, Any]:
-        """What torch's state has beside `state_names` after so many updates."""
+        """The entries of torch's state in addition to `state_names`, after `num_updates` updates."""
 
     @property
     def has_state_at_once(self) -> bool:
-        """Whether torch's state has parameters that were never updated."""
+        """Whether torch's state includes parameters that were never updated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SgdRule:
-    """torch.optim.SGD: state is a momentum buffer, of updates there is no count.
+    """torch.optim.SGD: the state is a momentum buffer, without an update count.
 
     Args:
-        has_momentum: Whether any parameter group has momentum, so that there is a buffer.
+        has_momentum: Whether any parameter group has momentum and thus a buffer.
     """
 
     has_momentum: bool
@@ -76,7 +76,7 @@ class SgdRule:
         }
 
     def num_updates(self, state: Mapping[str, Any]) -> int:
-        # Without a buffer a 16-bit parameter has master weights, once it was updated.
+        # Without a buffer, an updated 16-bit parameter has master weights.
         return int(state.get("momentum_buffer" if self.has_momentum else "master") is not None)
 
     def counted(self, num_updates: int) -> dict[str, torch.Tensor]:
@@ -84,7 +84,7 @@ class SgdRule:
 
 
 class _CountsUpdates:
-    """A rule whose optimizer keeps the number of updates as torch does: a scalar tensor, `step`."""
+    """A rule whose optimizer stores the number of updates as torch does, in a scalar tensor `step`."""
 
     __slots__ = ()
 
@@ -97,10 +97,10 @@ class _CountsUpdates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamRule(_CountsUpdates):
-    """torch.optim.Adam, and with decoupled weight decay AdamW.
+    """torch.optim.Adam, and AdamW with decoupled weight decay.
 
     Args:
-        is_amsgrad: Whether the largest second moment so far counts, not the current one.
+        is_amsgrad: Whether to use the largest second moment so far, not the current one.
     """
 
     is_amsgrad: bool = False
@@ -131,7 +131,7 @@ class AdamRule(_CountsUpdates):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparseAdamRule:
-    """torch.optim.SparseAdam: Adam of the rows that have a gradient, with epsilon beside the uncorrected moment."""
+    """torch.optim.SparseAdam: Adam for rows with a gradient; epsilon is added to the uncorrected moment."""
 
     state_names: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
     has_state_at_once: bool = False
@@ -181,7 +181,7 @@ class AdagradRule(_CountsUpdates):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LionRule:
-    """coarse.torch.optim.Lion: state is a first moment, of updates there is no count."""
+    """coarse.torch.optim.Lion: the state is a first moment, without an update count."""
 
     state_names: tuple[str, ...] = ("exp_avg",)
     has_state_at_once: bool = False
@@ -209,16 +209,16 @@ class LionRule:
 
 
 KNOWN_OPTIMIZERS = "SGD, Adam, AdamW, Adagrad and SparseAdam of torch.optim, and coarse.torch.optim.Lion"
-"""What memory devices can run, in words."""
+"""The optimizers that memory devices can run, for messages."""
 
 
 _DENSE_OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, Lion)
 
 
 def cannot_update_rows(optimizer: torch.optim.Optimizer) -> str:
-    """Why an optimizer cannot be applied to sparse gradients; "" if it can.
+    """The reason why an optimizer cannot use sparse gradients; "" if it can.
 
-    Those of torch that it refuses too, and momentum, which moves rows without a gradient.
+    Refuses optimizers that torch refuses too, and momentum, which moves rows without a gradient.
     """
     name = type(optimizer).__name__
     if not isinstance(optimizer, (torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam)):
@@ -231,10 +231,10 @@ def cannot_update_rows(optimizer: torch.optim.Optimizer) -> str:
 
 
 def find_rule(optimizer: torch.optim.Optimizer) -> UpdateRule | None:
-    """The rule that does what `optimizer` does; None if there is none, as for a class derived from torch's.
+    """The rule equivalent to `optimizer`; None if there is none, as for a subclass of torch's optimizers.
 
     Raises:
-        ValueError: For an option of a known optimizer that its rule does not have; names it and the alternative.
+        ValueError: For an option of a known optimizer that its rule does not support; names it and the alternative.
     """
     kind = type(optimizer)
     known = (*_DENSE_OPTIMIZERS, torch.optim.SparseAdam)
@@ -255,7 +255,7 @@ def find_rule(optimizer: torch.optim.Optimizer) -> UpdateRule | None:
         return LionRule()
     if kind is torch.optim.SparseAdam:
         return SparseAdamRule()
-    # Older versions of torch have AdamW's decay in its class alone.
+    # In older versions of torch, only the class AdamW shows that decay is decoupled.
     if kind is torch.optim.AdamW:
         for options in optimizer.param_groups:
             options.setdefault("decoupled_weight_decay", True)

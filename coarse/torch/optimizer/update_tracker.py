@@ -1,4 +1,4 @@
-"""Updates of a model's parameters that memory devices make: which one is under way, and who waits for it."""
+"""Tracks the memory devices' updates of a model's parameters: the running one, and who waits for it."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from coarse.torch.optimizer.remote_parameters import RemoteParameters
 
 
 class UpdateTracker:
-    """The updates of one model, one after the other: begin(), its gradients are pushed, end(). One caller at a time.
+    """The updates of one model, one after the other: begin(), pushes of its gradients, end(). One caller at a time.
 
     Args:
         offloaded: The parameters.
-        path: The way of their gradients.
-        failpoints: Where tests have this worker die.
-        before_backward: Called as a backward begins that updates, before any gradient is pushed; None if step()
-            updates.
-        waits: Whether whoever uses parameters next waits for their update; else finish() alone does.
-        waits_here: Whether the processor waits for updates, where streams could.
+        path: The path of their gradients.
+        failpoints: Points at which tests kill this worker.
+        before_backward: Called at the beginning of a backward that updates, before any gradient is pushed; None if
+            step() updates.
+        waits: Whether the next use of parameters waits for their update; otherwise only finish() waits.
+        waits_here: Whether the processor waits for updates even if streams could.
     """
 
     def __init__(
@@ -42,47 +42,48 @@ class UpdateTracker:
         self._pulled: MirroredParameters | None = None
         self._is_under_way = False
         self.count = offloaded.recovered_step
-        """How many updates there were, with the one under way."""
+        """Number of updates, including the running one."""
         self.is_step_due = False
-        """Whether backward has made one whose step() has not come."""
+        """Whether backward has updated without a following step() so far."""
 
     def mirror(self, parameters: MirroredParameters) -> None:
-        """From now on every update brings its results to these copies."""
+        """From now on, every update copies its results to `parameters`."""
         if not self._path.mirror(parameters):
             self._pulled = parameters
             self._waits_here = True
 
     def begin(self) -> None:
-        """Begins the next one, of step(), when the last one is complete."""
+        """Waits for the last update and begins the next one, of step()."""
         self.finish()
         self.count += 1
         self.reach("step.prepare")
 
     def begin_backward(self) -> None:
-        """Begins the next one, which a backward makes of each parameter when all workers have pushed its gradient."""
+        """Begins the update of a backward; a parameter is updated once all workers have pushed its gradient."""
         assert self._before_backward is not None
         self._before_backward()
         self._offloaded.begin()
 
     def expect_one(self, index: int) -> None:
-        """Notes that one parameter may be updated from now on, while backward still runs."""
+        """Records that one parameter may be updated from now on, while backward still runs."""
         self._offloaded.expect_one(index)
 
     def end_backward(self, *, is_whole: bool) -> None:
-        """As end(), of the one that a backward has made."""
+        """As end(), for an update in a backward."""
         self.count += 1
         contributors = self.end(is_whole=is_whole)
-        # Another optimizer's backward, which used none of these parameters on any worker, made no update.
+        # A backward for another optimizer, which used none of these parameters on any worker, made no update.
         self.is_step_due = is_whole or not contributors or any(contributors)
 
     def end(self, *, is_whole: bool) -> Sequence[int]:
-        """Has whoever uses parameters next wait for what was pushed.
+        """Makes the next use of parameters wait for the pushed update.
 
         Args:
-            is_whole: Whether this worker had a gradient of every parameter; else others tell which are updated.
+            is_whole: Whether this worker had a gradient for every parameter; if not, contributor counts show which
+                parameters are updated.
 
         Returns:
-            How many workers had each gradient; nothing where nobody waits for it here.
+            Number of workers that had each gradient; empty if the processor does not wait.
         """
         self._is_under_way = True
         if not self._waits:
@@ -109,5 +110,5 @@ class UpdateTracker:
         self._offloaded.finish(contributors)
 
     def reach(self, place: str, count: int = 0) -> None:
-        """Dies here where a test says so, when `count` gradients have been pushed."""
+        """Kills this worker if a test requests it at this point, after `count` pushed gradients."""
         self._failpoints.reach(place, step=self.count, count=count)

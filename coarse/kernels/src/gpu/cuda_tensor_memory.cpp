@@ -98,7 +98,7 @@ class StreamHolds {
   MonotonicNs lead() const noexcept {
     return clock_.isFresh(monotonicNow()) ? static_cast<MonotonicNs>(cuda::kLongestHoldNs) : 0;
   }
-  /// Makes later work of `stream` wait; only reads the clock if the last reading is old.
+  /// Makes later work of `stream` wait; if the last reading of the clock is old, reads it without waiting.
   /// @param batch the held batch, below kMostStarted, in use until note().
   void hold(std::size_t batch, MonotonicNs until, const cuda::Stream& stream) {
     if (kernel_ == nullptr) return;
@@ -128,7 +128,7 @@ template <class Batch>
 struct Launch {
   cuda::FunctionHandle kernel = nullptr;
   Batch batch{};
-  std::vector<ShardRun> measured{};  // of measuring kernels
+  std::vector<ShardRun> measured{};  // for measuring kernels
 };
 
 /// The inputs and outputs of a run's reduction.

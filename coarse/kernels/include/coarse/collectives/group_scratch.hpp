@@ -45,7 +45,7 @@ struct alignas(128) RankBoard {
   std::atomic<Departure> departure{Departure::kNone};
   std::uint32_t reserved = 0;
   CallHeader headers[2];  // of the calls that began in an even and in an odd round
-  Extent extents[2];      // of an even and of an odd round
+  Extent extents[2];      // of the last even and odd round
 };
 static_assert(sizeof(CallHeader) == 104);
 static_assert(sizeof(RankBoard) == 256);

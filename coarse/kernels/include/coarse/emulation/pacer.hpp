@@ -64,7 +64,7 @@ inline constexpr std::size_t kNewestOfClass = 3;
 
 /// The contents of a link table when a session starts.
 struct LinkTableValues {
-  std::uint32_t logCapacity = 0;        // the number of first transfers that are logged
+  std::uint32_t logCapacity = 0;        // number of transfers that are logged, from the first on
   double timeDilation = 1;              // factor by which all times are longer
   std::vector<double> gbytesPerSecond;  // of each bucket; G is 1e9
   std::vector<std::vector<std::optional<PathValues>>> paths;  // [source][target]

@@ -51,9 +51,9 @@ struct GpuTensor {
 /// Copies the tensors of one group from a GPU to their slots, and results back, while the GPU computes and
 /// the processor continues. Only streams and this class's thread wait.
 ///
-/// A push copies tensors on its own stream, behind the work that computes them. When the copies are done, the
-/// GPU increments a word of pinned memory. The thread sees that, notifies the memory devices, watches for the
-/// results, and increments another word. The copies of results to the GPU wait for that word, on a second
+/// A push copies tensors on a separate stream, behind the work that computes them. When the copies are done,
+/// the GPU increments a word of pinned memory. The thread sees that, notifies the memory devices, watches for
+/// the results, and increments another word. The copies of results to the GPU wait for that word, on a second
 /// stream, so that both directions of the bus are busy.
 ///
 /// The thread never calls CUDA: it continues, and so do all streams, even while CUDA waits or holds locks.
@@ -109,10 +109,10 @@ class GpuTransfers {
   WaitStatus waitForOwnPath();
   /// The first failure; kDone if none. @throws nccl::Error for a failure of NCCL.
   WaitStatus status() const;
-  /// Number of pushes, for hasBrought(); wraps around.
+  /// Number of the last pushed batch, for hasBrought(); wraps around.
   std::uint32_t numPushed() const;
-  /// Whether all pushes counted by `count`, a result of numPushed(), are in their slots, so that their memory
-  /// may change.
+  /// Whether all batches up to `count`, a result of numPushed(), are in their slots, so that their source
+  /// memory may change.
   bool hasBrought(std::uint32_t count) const noexcept;
 
  private:
@@ -165,7 +165,7 @@ class GpuTransfers {
     cuda::HostRegistration registration_;
   };
 
-  // In the caller's thread.
+  // Run by the caller's thread.
   void pin(const MappedMemory& memory);
   void tryWords();
   WaitStatus follow(cuda::StreamHandle stream);
@@ -184,7 +184,7 @@ class GpuTransfers {
   void followPush(SomeEvent brought);
   void fetch(const Batch& batch);
 
-  // In the thread.
+  // Run by this class's thread.
   void run();
   void work();
   bool announceBrought();

@@ -45,7 +45,7 @@ class NodeBridge {
   struct Frame;
   struct Connection;
 
-  // Of the sending thread.
+  // Run by the sending thread.
   void serveOutgoing();
   bool sendAll();
   bool sendRounds(std::size_t rank);
@@ -56,7 +56,7 @@ class NodeBridge {
   void reportDeaths();
   void sayGoodbye();
 
-  // Of the receiving thread.
+  // Run by the receiving thread.
   void serveIncoming();
   void receiveFrame(Connection& connection);
   void receiveRound(Connection& connection, const Frame& frame);
@@ -77,7 +77,7 @@ class NodeBridge {
   std::vector<std::size_t> here_;                         // ranks of this node
   std::vector<std::size_t> elsewhere_;
 
-  // Of the sending thread alone.
+  // Used by the sending thread alone.
   std::vector<std::uint32_t> sentRounds_;  // by rank
   std::vector<Departure> toldDepartures_;  // by rank
   std::vector<std::uint64_t> sentBytes_;   // by channel: from * ranks + to

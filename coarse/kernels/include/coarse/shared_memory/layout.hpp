@@ -41,7 +41,7 @@ class ArrayCursor {
 struct alignas(kCacheLineBytes) Doorbell {
   std::atomic<std::uint32_t> rings;     // futex word: counts rings
   std::atomic<std::uint32_t> sleepers;  // sync cores that sleep or are about to
-  // Loop iterations of sync core 0, which makes several each second under any load (heartbeat.hpp); 0 before
+  // Loop iterations of sync core 0, which makes several each second, busy or idle (heartbeat.hpp); 0 before
   // it starts. On its own cache line, which others only read.
   alignas(kCacheLineBytes) std::atomic<std::uint32_t> beats;
 

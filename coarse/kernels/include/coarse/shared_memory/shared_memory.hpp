@@ -12,7 +12,7 @@ namespace coarse {
 struct Region {
   int fd = -1;
   std::size_t offset = 0;
-  std::size_t numBytes = 0;  // length to map of a device file; 0: sealed memory, mapped completely
+  std::size_t numBytes = 0;  // length to map for a device file; 0 stands for sealed memory, mapped completely
   std::vector<Region> rest{};  // regions mapped after it; for GPU memory
   std::string gpu{};           // the UUID of the GPU that has the memory; empty if processors map it
 

@@ -31,7 +31,7 @@ class TensorCopies {
   virtual void settle() {}
 };
 
-/// A kind of memory in which the tensors of a group lie: how a process maps it, and what computes there
+/// A kind of memory in which the tensors of a group lie: how a process maps it, and how it computes there
 /// (docs/design/gpu.md). Control structures always lie in host memory.
 ///
 /// Thread safety: any.

@@ -10,7 +10,7 @@ namespace coarse {
 
 struct GroupPlan;
 
-/// Snapshots of what an optimizer keeps for a tensor group: array 0 of a tensor is its parameter, the others
+/// Snapshots of an optimizer's arrays for a tensor group: array 0 of a tensor is its parameter, the others
 /// are its KeptArrays. A block is one array's part of one shard.
 ///
 /// Thread safety: as SnapshotStore.
