@@ -133,8 +133,7 @@ def memory_table(records: Sequence[Record]) -> Iterable[str]:
     found = {each["system"]: each for each in records}
     has_limits = any(each["smallest_limit_bytes"] for each in records)
     rows = (
-        [name, _gib(found[system]["peak_bytes"]), f"{found[system]['copies_of_parameters']:.1f}"]
-        + ([_gib(found[system]["smallest_limit_bytes"])] if has_limits else [])
+        [name, *_peak(found[system])] + ([_gib(found[system]["smallest_limit_bytes"])] if has_limits else [])
         for system, name in _MEMORY_SYSTEMS.items()
         if system in found
     )
@@ -266,6 +265,12 @@ def _bold(text: str, is_bold: bool) -> str:
 
 def _gib(num_bytes: float | None) -> str:
     return "" if num_bytes is None else f"{num_bytes / 2**30:.2f}"
+
+
+def _peak(record: Record) -> tuple[str, str]:
+    if record["peak_bytes"] is None:
+        return "no room", ""
+    return _gib(record["peak_bytes"]), f"{record['copies_of_parameters']:.1f}"
 
 
 def _blocked(record: Record) -> str:

@@ -26,13 +26,13 @@ _LOOK_INTERVAL_S = 0.25  # a wait for one worker checks this often that the othe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerAddress:
-    """Where a worker runs.
+    """The host and process of a worker.
 
     Args:
         host: Equal for workers that can share memory: those of one node.
         pid: Process id of the worker on that host.
         started: Start time of the process, in kernel units. Distinguishes it from a later process with the same pid.
-        presence_host, presence_port: Where its Presence listens, for workers of other nodes; "" and 0 if it has none.
+        presence_host, presence_port: Address of its Presence, for workers of other nodes; "" and 0 if it has none.
     """
 
     host: str

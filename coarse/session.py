@@ -354,7 +354,7 @@ class Session:
 
     @property
     def routing(self) -> RoutingTable | None:
-        """Which memory device takes which of this worker's shards; None for a job of one worker."""
+        """The routes of this worker's shards to memory devices; None in a job of one worker."""
         client = self._open()
         return client.routing if isinstance(client, Client) else None
 

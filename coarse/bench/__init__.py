@@ -1,1 +1,1 @@
-"""Benchmarks behind `coarse bench`: peers side by side in one run, each verified before it is timed."""
+"""Benchmarks behind `coarse bench`: several systems in one run, each verified before it is timed."""

@@ -1,4 +1,4 @@
-"""A system under measurement: what its workers are told, and what the driver may call."""
+"""A system under measurement: its workers' job descriptions, and the methods for the driver."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerJob:
-    """What the driver tells a worker at its start.
+    """The job description that a worker gets from the driver.
 
     Args:
-        rank: This worker's rank, or -1 where the system's own launcher decides.
+        rank: This worker's rank, or -1 if the system's own launcher assigns it.
         num_workers: Workers of this system.
         directory: Private directory of this system, for rendezvous files.
         options: Settings of the system, such as COARSE's algorithm.
@@ -26,18 +26,18 @@ class WorkerJob:
     options: dict[str, Any]
 
     def to_json(self) -> str:
-        """Text for the command line."""
+        """JSON text for the command line."""
         return json.dumps({**asdict(self), "directory": os.fspath(self.directory)})
 
     @classmethod
     def from_json(cls, text: str) -> WorkerJob:
-        """Reads what to_json() wrote."""
+        """Reads the result of to_json()."""
         fields = json.loads(text)
         return cls(**{**fields, "directory": Path(fields["directory"])})
 
 
 class Adapter(Protocol):
-    """One system under measurement, as a worker process sees it. All methods are called from one thread."""
+    """One system under measurement, in a worker process. All methods are called from one thread."""
 
     commands: frozenset[str]
     """Names of the methods that the driver may call; arguments and results are JSON values."""
@@ -46,4 +46,4 @@ class Adapter(Protocol):
         """Joins the other workers and returns this worker's rank."""
 
     def close(self) -> None:
-        """Leaves the system; collective where the system's own shutdown is."""
+        """Leaves the system; collective if the system's own shutdown is."""

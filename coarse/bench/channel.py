@@ -1,6 +1,6 @@
-"""Line-delimited JSON over a Unix socket: how the driver of a benchmark talks to its workers.
+"""Line-delimited JSON over a Unix socket, between the driver of a benchmark and its workers.
 
-Standard input would not do: mpirun forwards it to rank 0 only.
+Standard input is not suitable, because mpirun forwards it only to rank 0.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Channel:
     """One end of a connection that carries JSON objects. One thread sends, one thread receives.
 
     Args:
-        connection: A connected stream socket; owned from here on.
+        connection: A connected stream socket; owned by the channel.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -30,8 +30,8 @@ class Channel:
         """Connects to the driver that listens at `path`.
 
         Raises:
-            RendezvousError: If that is another user.
-            OSError: If nobody listens there.
+            RendezvousError: If the listening process belongs to another user.
+            OSError: If no process listens there.
         """
         return cls(local_sockets.connect(path, socket.SOCK_STREAM))
 
@@ -52,7 +52,7 @@ class Channel:
 
         Raises:
             EOFError: If the other end is gone.
-            ValueError: If the line is no JSON object.
+            ValueError: If the line is not a JSON object.
         """
         while b"\n" not in self._pending:
             self._read_some()

@@ -1,4 +1,4 @@
-"""`coarse bench checkpoint`: what a save costs the training that goes on, beside torch.save and DCP's async_save."""
+"""`coarse bench checkpoint`: the cost of saves for running training, compared with torch.save and DCP's async_save."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ SYSTEMS = ("coarse", "coarse-workers", "torch", "dcp")
 
 _PHASES = ("stop", "to_disk", "step")
 _MEMORY_STEPS = 3
-# Parameters, gradients, two moments, communication buffers and a copy of what is saved, of four bytes each.
+# Parameters, gradients, two moments, communication buffers and a copy of the saved data, of four bytes each.
 _BYTES_PER_PARAMETER = 8 * 4
 _PROCESS_BYTES = 300 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavePlan:
-    """What one run measures.
+    """The plan of one run.
 
     Args:
-        systems: Of SYSTEMS, in the order of their turns.
-        folder: Where to save; "" for the system's temporary folder.
-        saves: Of each round.
-        every: Steps between two saves, and behind the last one.
-        rounds: Turns that each system takes.
+        systems: Names in SYSTEMS, in the order of their turns.
+        folder: Folder for checkpoints; "" for the system's temporary folder.
+        saves: Saves in each round.
+        every: Steps between two saves, and after the last one.
+        rounds: Turns of each system.
 
     Raises:
         ValueError: If a value is out of range.
@@ -68,13 +68,13 @@ class SaveResult:
     """Figures of one system; seconds are those of the slowest worker.
 
     Args:
-        stop: How long the training thread stood still for a save.
-        to_disk: From the last save's beginning until the checkpoint was on the disk.
-        step: All steps, with the saves behind some of them.
-        added_s: What all steps took beyond as many median ones, for each save.
+        stop: Time for which a save paused the training thread.
+        to_disk: Time from the last save's beginning until the checkpoint was on the disk.
+        step: Time of all steps, including the saves after some of them.
+        added_s: Time of all steps beyond the same number of median steps, per save.
         longest_s: The longest step.
-        extra_bytes: Peak of the memory that the kernel gave out while the loop saved, less that of training before.
-        saved_bytes: Length of the files of a save.
+        extra_bytes: Peak of the kernel's allocated memory while the loop saved, minus that of training before.
+        saved_bytes: Size of the files of a save.
     """
 
     system: str
@@ -89,11 +89,11 @@ class SaveResult:
 
     @property
     def longest_steps(self) -> float:
-        """The longest step in median steps."""
+        """The longest step as a multiple of the median step."""
         return 1e6 * self.longest_s / self.step.p50_us
 
     def as_json(self) -> dict[str, Any]:
-        """The fields of a record line, beside provenance."""
+        """The fields of a record line, without provenance."""
         plan = self.plan
         timings: dict[str, Mapping[str, Any] | None] = {
             "to_disk": asdict(self.to_disk),
@@ -149,10 +149,10 @@ class _Measured:
 
 
 def run_checkpoint(plan: SavePlan, progress: Progress = lambda _: None) -> tuple[SaveResult, ...]:
-    """Measures every system in turns, each alone on the machine; no figure is kept if what it saved is not right.
+    """Measures the systems in turns, each alone on the machine; fails if a system's checkpoint is wrong.
 
     Raises:
-        CoarseError: If memory does not suffice, a worker fails, or a checkpoint is not what was to be saved.
+        CoarseError: If memory does not suffice, a worker fails, or a checkpoint has wrong contents.
     """
     _check_memory(plan)
     measured = {system: _Measured() for system in plan.systems}
@@ -164,7 +164,7 @@ def run_checkpoint(plan: SavePlan, progress: Progress = lambda _: None) -> tuple
 
 
 def num_progress_steps(plan: SavePlan) -> int:
-    """How often run_checkpoint() calls its progress function."""
+    """Number of calls of the progress function by run_checkpoint()."""
     return len(plan.systems) * plan.rounds
 
 

@@ -1,4 +1,4 @@
-"""What communication libraries leave behind when their processes are killed."""
+"""Removes files that communication libraries leave when their processes are killed."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 _SHARED_MEMORY_ROOT = "/dev/shm/"
-# MPICH and Intel MPI name their segments until MPI_Finalize, Open MPI until its launcher has cleaned up.
+# Segments of MPICH and Intel MPI have names until MPI_Finalize, those of Open MPI until its launcher removes them.
 _MPI_PREFIXES = ("mpich_shm_", "vader_segment.", "sm_segment.", "Intel_MPI", "ucx_shm_posix")
 
 
 def mpi_segments(pids: Iterable[int]) -> set[Path]:
-    """Shared memory files of an MPI that the live processes `pids` have mapped."""
+    """Shared memory files of MPI libraries that the live processes `pids` have mapped."""
     found: set[Path] = set()
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -21,7 +21,7 @@ def mpi_segments(pids: Iterable[int]) -> set[Path]:
 
 
 def remove(paths: Iterable[Path]) -> None:
-    """Removes files; some may be gone already."""
+    """Removes files; missing files are ignored."""
     for path in paths:
         with contextlib.suppress(OSError):
             path.unlink()

@@ -1,4 +1,4 @@
-"""The systems of `coarse bench sync`: one small class each, behind the same four commands."""
+"""The systems of `coarse bench sync`: one small class each, with the same four commands."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ class Collective(Protocol):
     """An in-place all-reduce of one array."""
 
     mean: bool
-    """Whether reduce() leaves the mean of all workers' arrays, else their sum."""
+    """Whether reduce() computes the mean of all workers' arrays; otherwise their sum."""
 
     def setup(self) -> int:
         """Joins the other workers; returns this worker's rank."""
 
     def allocate(self, num_elements: int, dtype: str) -> Array:
-        """Makes the flat array that reduce() works on. Collective; called again only after release()."""
+        """Creates the flat array for reduce(). Collective; called again only after release()."""
 
     def reduce(self) -> None:
         """Replaces the array's contents by the reduction over all workers."""
 
     def release(self) -> None:
-        """Frees the array, which the caller no longer holds."""
+        """Frees the array; the caller must no longer refer to it."""
 
     def close(self) -> None:
         """Leaves the system."""
@@ -67,7 +67,7 @@ class SyncAdapter:
     def verify(self) -> None:
         """Reduces known contributions and compares every element with the closed form. Collective.
 
-        Leaves zeros behind: their sums stay zero however often they are reduced.
+        Sets the tensor to zeros, whose sums stay zero in all later reductions.
 
         Raises:
             ArithmeticError: If an element is wrong.
@@ -82,7 +82,7 @@ class SyncAdapter:
         buffer[...] = 0
 
     def run(self, iterations: int) -> list[float]:
-        """Seconds of each of `iterations` reductions, after one that is not counted. Collective."""
+        """Returns the seconds of each of `iterations` reductions, after one uncounted reduction. Collective."""
         return timed(self._collective.reduce, iterations)
 
     def release(self) -> None:
@@ -101,13 +101,13 @@ class SyncAdapter:
 
 
 def timed(action: Callable[[], object], iterations: int) -> list[float]:
-    """Seconds of each call of `action`, after one call that is not counted; without garbage collection."""
+    """Returns the seconds of each call of `action`, after one uncounted call, without garbage collection."""
     clock = time.perf_counter
     seconds = [0.0] * iterations
     gc.collect()
     gc.disable()
     try:
-        action()  # workers did not hear the command at the same moment; this lines them up
+        action()  # synchronises the workers, which received the command at different times
         for index in range(iterations):
             started = clock()
             action()
@@ -118,7 +118,7 @@ def timed(action: Callable[[], object], iterations: int) -> list[float]:
 
 
 class CoarseRegistered:
-    """COARSE with the tensor in a registered slot: push and pull, as gradients are synchronised."""
+    """COARSE with the tensor in a registered slot: push and pull, as for gradients."""
 
     def __init__(self, job: WorkerJob) -> None:
         self._session = CoarseSession(job)
@@ -181,14 +181,14 @@ class CoarseUnregistered:
 
 
 class CoarseSession:
-    """The session of a benchmark's worker: the other workers are met in the system's private directory."""
+    """The session of a benchmark's worker; the rendezvous is in the system's private directory."""
 
     def __init__(self, job: WorkerJob) -> None:
         self._job = job
         self.value: Any = None
 
     def join(self) -> int:
-        """Joins the session with the settings of the environment, overruled by the job's options."""
+        """Joins the session with the settings of the environment; the job's options override them."""
         from coarse.env import WorkerIdentity
         from coarse.machine.memory_name import parse_memory_devices
         from coarse.session import Session
@@ -209,7 +209,7 @@ class CoarseSession:
         return rank
 
     def close(self) -> None:
-        """Leaves the session; does nothing the second time."""
+        """Leaves the session. Idempotent."""
         if self.value is not None:
             self.value.close()
 
@@ -249,7 +249,7 @@ def join_gloo(job: WorkerJob) -> Any:
 
 
 def join_group(job: WorkerJob, backend: str) -> Any:
-    """Makes one of torch's backends the default process group, by a file of the job's directory; returns torch."""
+    """Makes one of torch's backends the default process group, by a file in the job's directory; returns torch."""
     torch = importlib.import_module("torch")
     torch.distributed.init_process_group(
         backend, init_method=f"file://{job.directory}/gloo", rank=job.rank, world_size=job.num_workers
@@ -258,7 +258,7 @@ def join_group(job: WorkerJob, backend: str) -> Any:
 
 
 class Mpi:
-    """mpi4py's Allreduce in place, over whichever MPI launched this process."""
+    """mpi4py's Allreduce in place, over the MPI that launched this process."""
 
     mean = False
 
@@ -268,7 +268,7 @@ class Mpi:
 
     def setup(self) -> int:
         mpi4py = importlib.import_module("mpi4py")
-        # The default, MPI_THREAD_MULTIPLE, makes every call take locks that this process has no use for.
+        # The default, MPI_THREAD_MULTIPLE, takes locks in every call, which this process does not need.
         mpi4py.rc.thread_level = "funneled"
         self._mpi = importlib.import_module("mpi4py.MPI")
         return int(self._mpi.COMM_WORLD.Get_rank())
@@ -366,10 +366,10 @@ class Horovod:
 
 
 class ReductionLimit:
-    """What the machine allows: COARSE's kernels in place over shared memory, without queues or processes.
+    """The machine's limit: COARSE's kernels in place over shared memory, without queues or processes.
 
-    One process stands for all workers, with a thread for each core that they could use, and one for each worker at
-    least; the native function keeps their buffers and checks its own sums.
+    One process represents all workers, with a thread for each core that they could use, and at least one thread for
+    each worker. The native function owns their buffers and checks its own sums.
     """
 
     commands = _COMMANDS
@@ -385,7 +385,7 @@ class ReductionLimit:
         return 0
 
     def prepare(self, nbytes: int, dtype: str) -> None:
-        """Notes the length; the native function allocates."""
+        """Records the length; the native function allocates."""
         if dtype != "float32":
             raise ValueError(f"the limit is measured in float32 only, not {dtype}")
         self._nbytes = nbytes
@@ -403,10 +403,10 @@ class ReductionLimit:
         return [float(each) for each in seconds]
 
     def release(self) -> None:
-        """Nothing to free."""
+        """Does nothing."""
 
     def close(self) -> None:
-        """Nothing to leave."""
+        """Does nothing."""
 
 
 def _over(collective: Callable[[WorkerJob], Collective]) -> Callable[[WorkerJob], Adapter]:

@@ -1,4 +1,4 @@
-"""Memory control groups: what the kernel counts of a whole job, and the limit at which it ends its processes."""
+"""Memory control groups: the kernel's memory count of a whole job, and the limit at which it kills processes."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _JOIN = 'echo $$ > "$0" && exec "$@"'
 
 
 class NoControlGroupError(CoarseError, PermissionError):
-    """This process may make no memory control group; says what to do."""
+    """This process may not create a memory control group; the message suggests an action."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Controller:
-    """The files by which a version of control groups counts and limits memory.
+    """The files in which a version of control groups counts and limits memory.
 
     Args:
         limit: Bytes that a group may use.
         swap_limit: Bytes of swap that it may use.
-        counts_swap_too: Whether that is of memory and swap together.
+        counts_swap_too: Whether `swap_limit` applies to memory and swap together.
         events: Has a line `oom_kill N`.
-        peak: The most that a group has used.
+        peak: The group's peak use.
     """
 
     limit: str
@@ -62,18 +62,18 @@ _VERSION_2 = _Controller(
 
 
 class ControlGroup:
-    """A memory control group for a job. Context manager: at its end whatever still runs in the group is killed.
+    """A memory control group for a job. Context manager: at its end, all processes in the group are killed.
 
-    The kernel counts what a container's limit is compared with: private memory, shared memory that is allocated,
-    touched or not, its own memory for these processes, and the page cache of files that they are the first to read.
+    The kernel counts the same memory as for a container's limit: private memory, allocated shared memory (touched or
+    not), its own memory for these processes, and the page cache of files that they are the first to read.
 
     Args:
-        limit_bytes: What all processes of the job may have together, without swap; 0 for no limit.
-        may_move: Of version 2, whether other processes of this process's group may be moved to a new one below it,
-            where no group could be made otherwise.
+        limit_bytes: Limit for all processes of the job together, without swap; 0 for no limit.
+        may_move: With version 2, whether other processes of this process's group may be moved to a new group below
+            it, if no group could be created otherwise.
 
     Raises:
-        NoControlGroupError: If this process may not make one; says what to do.
+        NoControlGroupError: If this process may not create a group; suggests an action.
     """
 
     def __init__(self, limit_bytes: int = 0, *, may_move: bool = True) -> None:
@@ -94,7 +94,7 @@ class ControlGroup:
         self.close()
 
     def close(self) -> None:
-        """Kills what still runs in the group, and removes it. Idempotent.
+        """Kills all processes in the group, and removes it. Idempotent.
 
         Raises:
             TimeoutError: If processes do not end.
@@ -104,7 +104,7 @@ class ControlGroup:
             for pid in self._pids():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            with contextlib.suppress(OSError):  # while the kernel still counts something
+            with contextlib.suppress(OSError):  # fails while the kernel still counts memory
                 self._group.rmdir()
                 return
             if time.monotonic() > deadline:
@@ -112,12 +112,12 @@ class ControlGroup:
             time.sleep(_POLL_INTERVAL_S)
 
     def command(self, argv: Iterable[str]) -> tuple[str, ...]:
-        """A command line that runs `argv` in the group."""
+        """Returns a command line that runs `argv` in the group."""
         return ("/bin/sh", "-c", _JOIN, str(self._group / "cgroup.procs"), *argv)
 
     @property
     def num_killed(self) -> int:
-        """How many processes the kernel has killed here because memory ran out."""
+        """Number of processes in the group that the kernel killed because memory ran out."""
         found = re.search(
             r"^oom_kill (\d+)$", (self._group / self._controller.events).read_text(), re.MULTILINE
         )
@@ -125,12 +125,12 @@ class ControlGroup:
 
     @property
     def peak_bytes(self) -> int:
-        """The most memory that the group had at any time."""
+        """The group's peak memory."""
         return int((self._group / self._controller.peak).read_text())
 
     def _set_limit(self, num_bytes: int) -> None:
         self._write(self._controller.limit, num_bytes)
-        with contextlib.suppress(FileNotFoundError):  # where swap is not accounted
+        with contextlib.suppress(FileNotFoundError):  # if swap is not accounted
             self._write(self._controller.swap_limit, num_bytes if self._controller.counts_swap_too else 0)
 
     def _write(self, name: str, num_bytes: int) -> None:
@@ -141,7 +141,7 @@ class ControlGroup:
 
 
 def _make_group(*, may_move: bool) -> tuple[Path, _Controller]:
-    """A new group below this process's own or, where that may have none, below one of those above it."""
+    """Creates a group below this process's own or, if not permitted there, below one of its ancestors."""
     name = f"coarse-{os.getpid()}-{time.monotonic_ns()}"
     error: OSError | None = None
     for parent, controller in _parents(_ROOT, may_move=may_move):
@@ -167,7 +167,7 @@ def _no_group(error: OSError | None) -> NoControlGroupError:
 
 
 def _parents(root: Path, *, may_move: bool) -> Iterator[tuple[Path, _Controller]]:
-    """Below what a group may be made: of whichever version of control groups has the memory of this process."""
+    """Possible parents of a new group, in the version of control groups that accounts this process's memory."""
     paths = parse_cgroups((root / "proc/self/cgroup").read_text())
     if "memory" in paths:
         yield from ((each, _VERSION_1) for each in _upwards(root / "sys/fs/cgroup/memory", paths["memory"]))
@@ -175,22 +175,22 @@ def _parents(root: Path, *, may_move: bool) -> Iterator[tuple[Path, _Controller]
     folders = _upwards(root / "sys/fs/cgroup", paths.get("", "/"))
     yield from ((each, _VERSION_2) for each in folders)
     if may_move:
-        with contextlib.suppress(OSError):  # then none can be made, which is told there
+        with contextlib.suppress(OSError):  # then no group can be created, which is reported later
             _pass_memory_on(folders[0])
         yield folders[0], _VERSION_2
 
 
 def _upwards(mount: Path, path: str) -> list[Path]:
-    """A group as this process sees it, and those above it: in a container its own may be what is mounted."""
+    """A group's visible path and its ancestors; in a container, the process's own group may be the mounted one."""
     own = mount / path.strip("/")
     folders = [own, *own.parents]
     return [each for each in folders[: folders.index(mount) + 1] if each.is_dir()] or [mount]
 
 
 def _pass_memory_on(parent: Path) -> None:
-    """Has groups below one of version 2 have limits.
+    """Enables memory limits for groups below a group of version 2.
 
-    But for the root no group may have both processes and such groups: its processes move to one below.
+    Except for the root, no group may have both processes and such child groups. So its processes move to a child.
     """
     control = parent / "cgroup.subtree_control"
     try:

@@ -1,4 +1,4 @@
-"""Memory of a whole job as the kernel counts it: by a memory control group, or by what the machine has given out."""
+"""Memory of a whole job as counted by the kernel: in a memory control group, or as allocated on the machine."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _SAMPLE_INTERVAL_S = 0.02
 
 
 def available_bytes() -> int:
-    """Memory that can be had without swapping, and that the control group allows."""
+    """Memory that is available without swapping and within the control group's limit."""
     return within_cgroup(read_memory().available_bytes)
 
 
 class PeakMemory:
-    """Samples the memory that the kernel has given out while the context lasts, in a thread of its own.
+    """Samples the kernel's allocated memory within the context, in a separate thread.
 
-    That is anonymous and shared memory of the whole machine, touched or not: nothing else should run. Unlike a
-    proportional set size it leaves out nothing that a control group would count, but the page cache.
+    This is anonymous and shared memory of the whole machine, touched or not, so nothing else should run. In contrast
+    to a proportional set size, it includes everything that a control group would count, except the page cache.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class PeakMemory:
 
     @property
     def grown_bytes(self) -> int:
-        """The peak less what was given out when the context began."""
+        """The peak minus the allocated memory at the beginning of the context."""
         return self.peak_bytes - self._before_bytes
 
     def __enter__(self) -> PeakMemory:
@@ -63,9 +63,9 @@ def given_out_bytes() -> int:
 
 
 class JobMemory:
-    """The peak of one job's memory from its start: by a control group where one can be made, else by PeakMemory.
+    """The peak of one job's memory from its start: by a control group if possible, otherwise by PeakMemory.
 
-    Context manager, of which each is used once.
+    Context manager; use each instance once.
     """
 
     def __init__(self) -> None:
@@ -77,19 +77,19 @@ class JobMemory:
 
     @property
     def group(self) -> ControlGroup | None:
-        """Where the job is to be started; None where the whole machine is watched."""
+        """The group in which the job must be started; None if the whole machine is measured."""
         return self._group
 
     @property
     def peak_bytes(self) -> int:
-        """Of the whole job so far; at last until the context ended."""
+        """Peak of the whole job so far; after the context, of the whole context."""
         if self._last_bytes:
             return self._last_bytes
         return self._machine.grown_bytes if self._group is None else self._group.peak_bytes
 
     @property
     def how(self) -> str:
-        """How it is counted, in words."""
+        """The method of counting, in words."""
         if self._group is not None:
             return "peak of a memory control group of the whole job, its start included"
         return (
@@ -97,7 +97,7 @@ class JobMemory:
         )
 
     def command(self, command: Iterable[str]) -> tuple[str, ...]:
-        """What starts a command so that it is counted."""
+        """Returns the command line that runs a command so that its memory is counted."""
         return tuple(command) if self._group is None else self._group.command(command)
 
     def __enter__(self) -> JobMemory:

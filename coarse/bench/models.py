@@ -1,6 +1,6 @@
 """The models of `coarse bench train-step`: published architectures, randomly initialised, on random batches.
 
-Imports torch and transformers when a model is built, no earlier.
+Imports torch and transformers only when a model is built.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ NUM_PARAMETERS: Mapping[str, int] = MappingProxyType(
         "digits": 151_306,
     }
 )
-"""Parameters of each model: what memory to ask for before one is built."""
+"""Number of parameters of each model, to check memory before one is built."""
 
 Batch = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """A module, what it is fed, and its loss.
+    """A module, its input batches, and its loss.
 
     Args:
         module: The torch module.
@@ -48,14 +48,14 @@ class Workload:
 
 
 def build_workload(model: str, *, batch: int, sequence: int, rank: int) -> Workload:
-    """Builds a model of MODELS; parameters and batches are functions of the rank alone.
+    """Builds a model of MODELS; parameters and batches depend only on the rank.
 
     Args:
         batch: Samples in each batch.
-        sequence: Tokens in each sample, for models of text.
+        sequence: Tokens in each sample, for text models.
 
     Raises:
-        ValueError: If `model` is none of MODELS.
+        ValueError: If `model` is not in MODELS.
     """
     if model not in MODELS:
         raise ValueError(f"model {model!r} is none of {', '.join(MODELS)}")

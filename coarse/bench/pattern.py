@@ -1,4 +1,4 @@
-"""Contributions that tell who was added and where: distinct per worker and position, sums in closed form."""
+"""Test contributions that differ by worker and position and whose sums have a closed form."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 
-# A prime, so that a piece put back at any power-of-two offset does not look right.
+# A prime, so that a piece at a wrong power-of-two offset is detected.
 _PERIOD = 251
 _BLOCK_PERIODS = 1024
 _RELATIVE_TOLERANCE = 1e-6
@@ -24,7 +24,7 @@ def fill(buffer: Array, scale: float) -> None:
 
 
 def first_difference(buffer: Array, scale: float) -> str | None:
-    """Compares all of `buffer` with what `fill(buffer, scale)` writes; describes the first difference.
+    """Compares all of `buffer` with the result of `fill(buffer, scale)`; describes the first difference.
 
     Floats may differ by a relative 1e-6 (the division of a mean), integers not at all.
     """
@@ -41,7 +41,7 @@ def first_difference(buffer: Array, scale: float) -> str | None:
 
 
 def contribution_scale(rank: int) -> int:
-    """Factor of a worker's contribution: a sum of such powers of two names its contributors."""
+    """Factor of a worker's contribution: a power of two, so that a sum identifies its contributors."""
     return 1 << rank
 
 

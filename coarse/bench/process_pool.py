@@ -1,4 +1,4 @@
-"""Worker processes of an experiment or a benchmark: real workers in processes of their own, in real sessions."""
+"""Worker processes of an experiment or a benchmark: real workers in separate processes, in real sessions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from coarse.settings import Settings
 from coarse.store import DirectoryStore
 
 LIMIT_S = 120.0
-"""How long a crew's driver waits for a message."""
+"""Time limit for a message to the driver."""
 
 
 class ProcessPoolError(Exception):
@@ -29,7 +29,7 @@ class ProcessPoolError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
-    """A worker's end: who it is, where the others are met, and a pipe to the driver."""
+    """A worker's end: its identity, the rendezvous folder, and a pipe to the driver."""
 
     rank: int
     num_workers: int
@@ -37,7 +37,7 @@ class Seat:
     pipe: Connection
 
     def join(self, store: str, **settings: Any) -> Session:
-        """Joins the session that the others join under the same name; no profile is looked for unless asked for."""
+        """Joins the session that the other workers join under the same name; by default without a profile."""
         folder = self.folder / store
         folder.mkdir(mode=0o700, exist_ok=True)
         identity = WorkerIdentity(
@@ -66,11 +66,11 @@ class Seat:
 
 
 class ProcessPool:
-    """Worker processes that each run one function. Context manager; leaves no process behind.
+    """Worker processes that each run one function. Context manager; no process remains at its end.
 
     Args:
-        num_workers: How many.
-        work: What each runs; importable, with a Seat as its only argument.
+        num_workers: Number of workers.
+        work: Function of each worker; importable, with a Seat as its only argument.
     """
 
     def __init__(self, num_workers: int, work: Callable[[Seat], None]) -> None:
@@ -92,21 +92,21 @@ class ProcessPool:
             pipe.send(value)
 
     def hear(self, limit_s: float = LIMIT_S) -> list[Any]:
-        """The next value of every worker, by rank.
+        """Waits for the next value of every worker; returns them by rank.
 
         Raises:
-            ProcessPoolError: If one failed or ended.
-            TimeoutError: If one says nothing for `limit_s`.
+            ProcessPoolError: If a worker failed or ended.
+            TimeoutError: If a worker sends nothing for `limit_s`.
         """
         return [self._hear(rank, pipe, limit_s) for rank, pipe in enumerate(self._pipes)]
 
     def ask(self, value: Any, limit_s: float = LIMIT_S) -> list[Any]:
-        """Sends a value to every worker and returns what they answer, by rank."""
+        """Sends a value to every worker and returns their answers, by rank."""
         self.tell(value)
         return self.hear(limit_s)
 
     def close(self) -> None:
-        """Ends all workers: those that listen by themselves, the others killed. Idempotent."""
+        """Ends all workers: listening ones end by themselves, the others are killed. Idempotent."""
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
@@ -137,11 +137,11 @@ class ProcessPool:
 
 
 def _work(work: Callable[[Seat], None], rank: int, num_workers: int, folder: Path, pipe: Connection) -> None:
-    forget_settings()  # an experiment's settings are its own
+    forget_settings()  # an experiment does not inherit settings
     try:
         work(Seat(rank=rank, num_workers=num_workers, folder=folder, pipe=pipe))
     except (EOFError, KeyboardInterrupt):
-        pass  # the driver is gone, or has been interrupted
+        pass  # the driver is gone or was interrupted
     except BaseException:
         with contextlib.suppress(OSError):  # the driver may be gone, too
             pipe.send(("error", traceback.format_exc()))

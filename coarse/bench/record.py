@@ -1,4 +1,4 @@
-"""What a benchmark writes down: one JSON object a line, each with commit, machine and kind."""
+"""Records of benchmarks: one JSON object a line, each with commit, machine and kind."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EMULATED = "emulated"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """The machine that a figure was measured on. Cores and memory are what this process may use."""
+    """The machine on which a figure was measured. Cores and memory are those that this process may use."""
 
     cpu: str
     cores: int
@@ -33,7 +33,7 @@ class Machine:
 
     @classmethod
     def here(cls) -> Machine:
-        """Describes this machine, or what a container has of it."""
+        """Describes this machine, or a container's share of it."""
         memory = read_memory()
         limit_bytes = memory.cgroup_limit_bytes
         return cls(
@@ -48,7 +48,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
-    """Where figures come from: the commit of COARSE and the machine."""
+    """The origin of figures: the commit of COARSE and the machine."""
 
     commit: str
     machine: Machine
@@ -64,7 +64,7 @@ class SyncRecord:
     """One cell of `coarse bench sync`: a system at a tensor size.
 
     Args:
-        nbytes: Length of one worker's tensor.
+        nbytes: Size of one worker's tensor.
     """
 
     system: str
@@ -75,11 +75,11 @@ class SyncRecord:
 
     @property
     def algbw_gbytes_per_s(self) -> float:
-        """Bytes of one worker's tensor over the median time of the slowest worker."""
+        """Bytes of one worker's tensor divided by the median time of the slowest worker."""
         return self.timing.algbw_gbytes_per_s(self.nbytes)
 
     def as_json(self) -> dict[str, Any]:
-        """The fields of a record line, beside provenance."""
+        """The fields of a record line, without provenance."""
         return {
             "bench": "sync",
             "system": self.system,
@@ -97,7 +97,7 @@ def append_records(
     """Appends one JSON line per record to `path`, creating the file but no directory.
 
     Args:
-        kind: Of all the figures: MEASURED or EMULATED.
+        kind: Kind of all figures: MEASURED or EMULATED.
 
     Raises:
         OSError: If the file cannot be written.
@@ -108,7 +108,7 @@ def append_records(
 
 
 def _cpu_model() -> str:
-    """Model name of the first CPU; the architecture where /proc/cpuinfo names no model (aarch64)."""
+    """Model name of the first CPU; the architecture if /proc/cpuinfo has no model name (aarch64)."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -118,12 +118,12 @@ def _cpu_model() -> str:
 
 
 def _commit() -> str:
-    """What an image says, `git describe` of the checkout this package runs from, or the version that is installed."""
+    """The commit recorded in an image, `git describe` of this package's checkout, or the installed version."""
     if said := process_environment().get("COARSE_COMMIT"):
         return said
     package = Path(coarse.__file__).resolve().parent
     try:
-        # An installed copy may lie below some checkout that does not hold its source.
+        # An installed copy may be inside a checkout that does not contain its source.
         _git(package, "ls-files", "--error-unmatch", "__init__.py")
         return _git(package, "describe", "--always", "--dirty", "--tags")
     except (OSError, subprocess.SubprocessError):

@@ -1,6 +1,6 @@
-"""`coarse bench replay`: a training step whose computation is a trace and whose synchronisation is real.
+"""`coarse bench replay`: a training step with recorded computation and real synchronisation.
 
-Workers push real tensors through the real runtime, paced as the links of another machine; only the computation
+Workers push real tensors through the real runtime, at the speed of another machine's links. Only the computation
 between pushes is replaced by its measured time (coarse.bench.trace). All figures are *emulated*, in the emulated
 machine's seconds: real time divided by the time dilation.
 """
@@ -30,10 +30,10 @@ class Scheme:
     """One way of synchronising a step.
 
     Args:
-        settings: Fields of coarse.settings.Settings that it sets.
+        settings: Fields of coarse.settings.Settings that the scheme sets.
         is_pipelined: Whether a tensor is pushed as soon as it is ready. Otherwise first-in-first-out: its push waits
             for the pull of the tensor before it (paper, Fig 9).
-        what: In words.
+        what: Description in words.
     """
 
     settings: Mapping[str, Any]
@@ -77,23 +77,23 @@ SCHEMES: Mapping[str, Scheme] = MappingProxyType(
 """Schemes by their names on the command line."""
 
 ALL_REDUCES = ("allreduce", "workers")
-"""Schemes without memory devices; the one that blocks least is the peer."""
+"""Schemes without memory devices; the one with the shortest blocked time is the reference."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayPlan:
-    """What one run replays.
+    """The plan of one run.
 
     Args:
         schemes: Names in SCHEMES, in the order of their turns.
         trace: The computation.
-        has_compute: False leaves the computation out: every gradient is ready at once, and what remains is the
+        has_compute: False omits the computation: every gradient is ready at once, so that the run measures the
             bandwidth of synchronisation.
-        machine: Whose links are emulated: a name or a file (coarse.machine).
-        time_dilation: How many real seconds an emulated one lasts.
-        memory_devices: 0 for one per worker.
-        steps: Timed in each round, after one that is not counted.
-        rounds: Turns that each scheme takes.
+        machine: The machine whose links are emulated: a name or a file (coarse.machine).
+        time_dilation: Real seconds per emulated second.
+        memory_devices: Number of memory devices; 0 for one per worker.
+        steps: Timed steps in each round, after one uncounted step.
+        rounds: Turns of each scheme.
 
     Raises:
         ValueError: If a value is out of range.
@@ -136,20 +136,20 @@ class ReplayResult:
     plan: ReplayPlan
     step: Timing
     decisions: tuple[str, ...]
-    """What each worker's session decided: its routes, shard size and dual synchronisation, in words."""
+    """Decisions of each worker's session: its routes, shard size and dual synchronisation, in words."""
 
     @property
     def blocked_us(self) -> float:
-        """What a step waits for its gradients: its median less the computation."""
+        """The step's wait for its gradients: the median step minus the computation."""
         return self.step.p50_us - self.plan.compute_s * 1e6
 
     @property
     def sync_gbytes_per_s(self) -> float | None:
-        """Bytes of one worker's gradients over the median step; None where computation hides a part of it."""
+        """Bytes of one worker's gradients divided by the median step; None if computation overlaps with it."""
         return None if self.plan.has_compute else self.plan.trace.nbytes / self.step.p50_us / 1e3
 
     def as_json(self) -> dict[str, Any]:
-        """The fields of a record line, beside provenance."""
+        """The fields of a record line, without provenance."""
         plan, trace = self.plan, self.plan.trace
         return {
             "bench": "replay",
@@ -181,7 +181,7 @@ class ReplayAdapter:
         self._scheme = SCHEMES[options.pop("scheme")]
         self._dilation = options["time_dilation"]
         self._rank, self._num_workers = job.rank, job.num_workers
-        # Links are looked at once, before: what is timed is their use.
+        # Links are measured only once, before the timed steps.
         settings = {**options, **self._scheme.settings, "replan_steps": 0}
         self._session = CoarseSession(
             WorkerJob(rank=job.rank, num_workers=job.num_workers, directory=job.directory, options=settings)
@@ -194,10 +194,12 @@ class ReplayAdapter:
         return rank
 
     def verify(self) -> list[str]:
-        """Takes a step on known numbers, and those from which a session learns; returns what it decided.
+        """Takes a step on known numbers, and the steps from which a session learns; returns its decisions.
+
+        Later steps keep the same numbers, because they are means of equal numbers.
 
         Raises:
-            ValueError: If a mean is wrong. What follows keeps the same numbers: the mean of equal ones.
+            ValueError: If a mean is wrong.
         """
         expected = (2**self._num_workers - 1) / self._num_workers
         buffers = [
@@ -217,7 +219,7 @@ class ReplayAdapter:
         return 0 if self._scheme.settings["dual_sync"] == "off" else 1 + TIMED_STEPS
 
     def run(self, steps: int) -> list[float]:
-        """Takes `steps` steps after one that is not counted; returns the emulated seconds of each."""
+        """Takes `steps` steps after one uncounted step; returns the emulated seconds of each."""
         self._step()
         return [self._step() for _ in range(steps)]
 
@@ -225,7 +227,7 @@ class ReplayAdapter:
         self._session.close()
 
     def _step(self) -> float:
-        """One step; returns its emulated seconds."""
+        """Takes one step; returns its emulated seconds."""
         self._session.value.barrier()
         started = time.perf_counter()
         backward = started + self._real(self._trace.forward_s)
@@ -248,12 +250,12 @@ Progress = Callable[[str], None]
 
 
 def num_progress_steps(plan: ReplayPlan) -> int:
-    """How often run_replay() calls its progress function."""
+    """Number of calls of the progress function by run_replay()."""
     return len(plan.schemes) * plan.rounds
 
 
 def run_replay(plan: ReplayPlan, progress: Progress = lambda _: None) -> tuple[ReplayResult, ...]:
-    """Verifies and times every scheme; each has the machine to itself, for emulated links need its processors.
+    """Verifies and times the schemes, each alone on the machine, because emulated links need its processors.
 
     Raises:
         CoarseError: If a worker dies or answers too late, or a result is wrong.
@@ -295,4 +297,4 @@ def _pool(plan: ReplayPlan, scheme: str) -> WorkerPool:
 
 
 REPLAY_SYSTEMS: dict[str, Callable[[WorkerJob], Adapter]] = {"replay": ReplayAdapter}
-"""Adapter of the system that WorkerPool knows."""
+"""Adapter of this system, by its name in WorkerPool."""

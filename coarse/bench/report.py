@@ -1,4 +1,4 @@
-"""Tables that a benchmark prints. Pure functions of its figures; a missing figure is a dash."""
+"""Tables of a benchmark. Pure functions of its figures; a missing figure is a dash."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class TextTable:
 
 
 def heading(machine: Machine, what: str, *, kind: str = MEASURED) -> str:
-    """One line that says what was measured, where, and of which kind the figures are."""
+    """One line with the measurement, the machine and the kind of the figures."""
     return f"{what}; {kind} on {machine}"
 
 
 def bandwidth_table(records: Sequence[SyncRecord]) -> TextTable:
-    """GB/s of each system by size; COARSE against the best peer, which is named, and against the limit.
+    """GB/s of each system by size, and COARSE compared with the best other system, by name, and with the limit.
 
-    The second row of a size is COARSE with unregistered buffers, left out if that was not measured.
+    The second row of a size is COARSE with unregistered buffers, if measured.
     """
     peers = [peer for peer in PEERS if any(record.system == peer for record in records)]
     has_unregistered = any(record.system == "coarse-unregistered" for record in records)
@@ -78,7 +78,7 @@ def latency_table(records: Sequence[SyncRecord]) -> TextTable:
 def replay_table(results: Sequence[ReplayResult]) -> TextTable:
     """Step, blocked communication and synchronisation bandwidth of each scheme, in the emulated machine's time.
 
-    Blocked time is compared with that of the all-reduce which blocks least of those that were run.
+    Blocked time is compared with that of the measured all-reduce with the shortest blocked time.
     """
     plan = results[0].plan
     compute = (
@@ -105,7 +105,7 @@ def replay_table(results: Sequence[ReplayResult]) -> TextTable:
 
 
 def checkpoint_table(results: Sequence[SaveResult]) -> TextTable:
-    """What a save costs under each system, as the loop sees it: time, the longest step, memory."""
+    """The cost of a save for the training loop under each system: time, the longest step, memory."""
     plan = results[0].plan
     rows = [
         (
@@ -133,7 +133,7 @@ def checkpoint_table(results: Sequence[SaveResult]) -> TextTable:
 
 
 def memory_table(results: Sequence[StateMemory]) -> TextTable:
-    """What each system takes, in copies of the parameters and beside peers, and the least that it trains in."""
+    """Peak memory of each system, also in copies of the parameters and compared with others, and its smallest limit."""
     peaks = {result.system: result.peak_bytes for result in results}
     rows = [
         (
@@ -172,7 +172,7 @@ def _gibibytes(num_bytes: int) -> str:
 
 
 def train_table(comparison: Comparison) -> TextTable:
-    """Step time of each system and its parts, blocked communication, speed-up over DDP, memory; also of the GPU."""
+    """Step time of each system and its parts, blocked communication, speed-up over DDP, and memory, also of the GPU."""
     on_gpu = any(result.first_step.gpu for result in comparison.results)
     ddp = comparison.ddp
     over = f", DDP over {ddp.first_step.backend}" if on_gpu and ddp is not None else ""
@@ -198,7 +198,7 @@ def _gpu_memory(first: FirstStep) -> tuple[str, str]:
 
 
 def single_table(comparison: Comparison) -> TextTable:
-    """What wrapping costs in a single process: step time of each system, and how much longer than bare."""
+    """Overhead of wrapping in a single process: step time of each system, and the increase over the bare step."""
     rows = [
         (
             result.system,
@@ -228,7 +228,7 @@ def describe_train(plan: TrainPlan | SavePlan) -> str:
 
 
 def _coarse_figures(speed: Mapping[str, float], system: str) -> tuple[str, str, str, str]:
-    """Speed, the best peer, how many times faster than it, and the share of the limit."""
+    """Speed, the best other system, the ratio to its speed, and the share of the limit."""
     own = speed.get(system)
     if own is None:
         return (_DASH, _DASH, _DASH, _DASH)
@@ -254,7 +254,7 @@ def _train_row(comparison: Comparison, result: TrainResult) -> tuple[str, ...]:
 
 
 def _number(value: float | None, digits: int) -> str:
-    """Fixed digits; more for what would print as zero."""
+    """A number with fixed digits; more digits if it would print as zero."""
     if value is None:
         return _DASH
     return f"{value:.{digits}f}" if value >= 10.0**-digits else f"{value:.2g}"

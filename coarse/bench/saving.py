@@ -1,4 +1,4 @@
-"""The systems of `coarse bench checkpoint`: one training loop under each way of saving it."""
+"""The systems of `coarse bench checkpoint`: one training loop with each method of saving."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ _WAIT_S = 120.0
 
 
 class Saves(Protocol):
-    """One way of saving a training job; all workers call it alike."""
+    """One method of saving a training job; all workers make the same calls."""
 
     def begin(self) -> None:
-        """Saves, or begins to, when the save before is done; returns when training may go on."""
+        """Waits for the previous save and saves, or begins to save; returns when training may continue."""
 
     def is_done(self) -> bool:
-        """Whether what this worker has to do for the save is done."""
+        """Whether this worker's part of the save is complete."""
 
     def to_disk_s(self) -> float:
-        """How long the last save took from its beginning until it was on the disk, in seconds."""
+        """Seconds from the last save's beginning until it was on the disk."""
 
     def load(self) -> dict[str, Any]:
-        """The model's state dict as it was saved last. Worker 0 alone."""
+        """The model's state dict from the last save. Only on worker 0."""
 
     def close(self) -> None:
-        """Ends what runs in the background."""
+        """Ends background work."""
 
 
 class CheckpointAdapter(TrainAdapter):
     """The commands of `coarse bench checkpoint` for one system.
 
     Args:
-        job: Its options are those of TrainAdapter, and `folder`, which is for this system alone.
-        wrap: As of TrainAdapter.
-        offload: As of TrainAdapter.
-        saves: Makes the way of saving from folder, module, wrapped model, optimizer and rank.
+        job: Its options are those of TrainAdapter, and `folder`, which only this system uses.
+        wrap: As for TrainAdapter.
+        offload: As for TrainAdapter.
+        saves: Creates the method of saving from folder, module, wrapped model, optimizer and rank.
     """
 
     commands = frozenset({"first_step", "run", "save", "check"})
@@ -66,20 +66,20 @@ class CheckpointAdapter(TrainAdapter):
         return self._rank
 
     def save(self, saves: int, every: int) -> dict[str, list[float]]:
-        """Trains as a plain loop does that saves behind each `every` steps, and as many steps behind the last save.
+        """Trains in a plain loop that saves after every `every` steps, and for `every` steps after the last save.
 
         Returns:
-            Seconds: `step` of each step with the save behind it, `stop` of what each save held the training thread,
-            `to_disk` of the last save.
+            Seconds: `step` of each step with a save that follows it, `stop` for which each save paused the training
+            thread, and `to_disk` of the last save.
         """
         if self._job.rank == 0:
-            os.sync()  # what others wrote is not this system's
+            os.sync()  # flushes writes of other systems
         self._barrier()
         for _ in range(_FIRST_STEPS):
             self._timed_step()
         seconds: dict[str, list[float]] = {"step": [], "stop": [], "to_disk": []}
         folder = Path(self._job.options["folder"])
-        # What is made for saving is made within the loop: it may go on in the background.
+        # Created within the loop, because its setup may continue in the background.
         self._saves = self._make_saves(folder, self._model, self._optimizer, self._rank)
         for step in range(1, every * (saves + 1) + 1):
             began_s = time.perf_counter()
@@ -94,7 +94,7 @@ class CheckpointAdapter(TrainAdapter):
         return seconds
 
     def check(self) -> bool:
-        """Saves once more and compares what was written with the model."""
+        """Saves once more and compares the saved data with the model."""
         assert self._saves is not None
         self._saves.begin()
         self._wait_until_done()
@@ -175,7 +175,7 @@ class CoarseSaves:
 
 
 class TorchSaves:
-    """torch.save by worker 0, onto the disk and renamed, as COARSE does; training waits for it."""
+    """torch.save by worker 0, synced to the disk and renamed, as COARSE does; training waits for it."""
 
     def __init__(self, folder: Path, model: Any, optimizer: Any, rank: int) -> None:
         self._torch = importlib.import_module("torch")
@@ -211,7 +211,7 @@ class TorchSaves:
 
 
 class DcpSaves:
-    """torch.distributed.checkpoint.async_save; it divides what all workers have alike among them."""
+    """torch.distributed.checkpoint.async_save; it distributes the writing of equal data over the workers."""
 
     def __init__(self, folder: Path, model: Any, optimizer: Any, rank: int) -> None:
         self._dcp = importlib.import_module("torch.distributed.checkpoint")
@@ -260,7 +260,7 @@ class DcpSaves:
         return self._folder / f"save-{number}"
 
     def _note_end(self, _: Any) -> None:
-        """In a thread of torch's, where the old checkpoint may take its time to go."""
+        """Runs in a thread of torch, where removing the old checkpoint delays nothing."""
         self._ended_s = time.perf_counter()
         if self._rank == 0:
             shutil.rmtree(self._place(self._number - 2), ignore_errors=True)

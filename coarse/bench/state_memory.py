@@ -1,4 +1,4 @@
-"""`coarse bench memory`: what a whole training job takes as the kernel counts it, and the least that it trains in."""
+"""`coarse bench memory`: peak memory of a whole training job as counted by the kernel, and its smallest limit."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from coarse.bench.worker_pool import BenchError, WorkerPool
 from coarse.errors import CoarseError
 
 BASELINE_MODEL = "bert-tiny"
-"""Imports and starts what the larger models do, and has next to no parameters."""
+"""Has the imports and processes of the larger models, but very few parameters."""
 
 PEERS = ("ddp", "ddp-default", "zero", "fsdp", "coarse-overlap")
 REFERENCES = ("ddp", "zero", "fsdp")
 STEPS = 3
-"""That a job takes in a limit to count as training in it."""
+"""Number of steps that a job must take within a limit to count as training in it."""
 _BYTES_PER_ELEMENT = 4
 _SHARE_OF_AVAILABLE = 0.95
 _TIMEOUT_S = 1800.0
@@ -36,15 +36,15 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateMemory:
-    """What a job takes under one system.
+    """Memory of a job under one system.
 
     Args:
-        plan: What was run.
-        peak_bytes: The most that the kernel has counted of all processes, from the start to the last step; None if it
-            did not train in what was available.
-        limit_bytes: The smallest limit that was tried in which it trained; None where none was looked for.
-        resolution_bytes: By so much less it did not train.
-        available_bytes: What it was allowed when the peak was measured.
+        plan: The plan of the run.
+        peak_bytes: The kernel's peak count for all processes, from the start to the last step; None if the job did
+            not train in the available memory.
+        limit_bytes: The smallest tried limit in which it trained; None without a search.
+        resolution_bytes: With a limit smaller by this amount, it did not train.
+        available_bytes: The limit for the measurement of the peak.
     """
 
     system: str
@@ -62,7 +62,7 @@ class StateMemory:
         return self.peak_bytes / (NUM_PARAMETERS[self.plan.model] * _BYTES_PER_ELEMENT)
 
     def as_json(self) -> dict[str, Any]:
-        """The fields of a record line, beside provenance."""
+        """The fields of a record line, without provenance."""
         return {
             "bench": "memory",
             "system": self.system,
@@ -84,14 +84,14 @@ class StateMemory:
 def run_state_memory(
     plan: TrainPlan, progress: Progress = lambda _: None, *, finds_limits: bool = True
 ) -> tuple[StateMemory, ...]:
-    """Runs each system alone: once with all that is available, then within limits until the smallest is known.
+    """Runs each system alone: once with all available memory, then within limits until the smallest is found.
 
     Args:
-        finds_limits: Whether to look for the smallest limit too.
+        finds_limits: Whether to search for the smallest limit too.
 
     Raises:
-        NoControlGroupError: If memory cannot be counted here; says what to do.
-        CoarseError: If a worker dies or answers too late for another reason than memory.
+        NoControlGroupError: If memory cannot be counted on this machine; suggests an action.
+        CoarseError: If a worker dies or answers too late for a reason other than memory.
     """
     progress(f"{plan.systems[0]}  {BASELINE_MODEL}, which brings files into the page cache")
     _try(plan, plan.systems[0], model=BASELINE_MODEL, limit_bytes=0, timeout_s=_TIMEOUT_S)
@@ -99,7 +99,7 @@ def run_state_memory(
 
 
 def num_progress_steps(plan: TrainPlan, *, finds_limits: bool = True) -> int:
-    """How often run_state_memory() calls its progress function at most."""
+    """Largest number of calls of the progress function by run_state_memory()."""
     return 1 + len(plan.systems) * (1 + _NUM_TRIES * finds_limits)
 
 
@@ -129,14 +129,14 @@ def _measure(plan: TrainPlan, system: str, progress: Progress, *, finds_limits: 
 
 
 def smallest_limit(peak_bytes: int, trains_in: Callable[[int], bool]) -> tuple[int, int]:
-    """Looks for the smallest limit by halves, between the peak and half of it, in which nothing is taken to train.
+    """Searches the smallest limit by bisection between the peak and half of it, which is assumed to be too small.
 
     Args:
-        peak_bytes: In which it trains.
-        trains_in: Whether it trains in a limit.
+        peak_bytes: A limit in which the job trains.
+        trains_in: Returns whether the job trains in a limit.
 
     Returns:
-        That limit, and by how much less it does not train; bytes.
+        The smallest limit, and the difference to the next smaller one in which it does not train; in bytes.
     """
     high = -(-peak_bytes // _ALIGNMENT)
     low = high // _LEAST_SHARE
@@ -152,10 +152,10 @@ def smallest_limit(peak_bytes: int, trains_in: Callable[[int], bool]) -> tuple[i
 
 
 def _try(plan: TrainPlan, system: str, *, model: str, limit_bytes: int, timeout_s: float) -> int | None:
-    """The peak of a job of STEPS steps; None if it has no room.
+    """Returns the peak of a job of STEPS steps; None if memory does not suffice.
 
     Raises:
-        CoarseError: If it fails, and the reason is not memory.
+        CoarseError: If it fails for a reason other than memory.
     """
     options = {
         "model": model,
@@ -169,8 +169,8 @@ def _try(plan: TrainPlan, system: str, *, model: str, limit_bytes: int, timeout_
         try:
             with pool:
                 pool.start(timeout_s)
-                pool.ask("run", timeout_s, steps=STEPS - 1)  # and one that is not counted
-                # Before models are closed, which copies them for each worker and which scripts hardly do.
+                pool.ask("run", timeout_s, steps=STEPS - 1)  # in addition to one uncounted step
+                # Before models are closed, because closing copies them for each worker and scripts rarely do it.
                 return group.peak_bytes
         except (CoarseError, TimeoutError) as error:
             if limit_bytes and (group.num_killed or _speaks_of_memory(error)):

@@ -1,4 +1,4 @@
-"""From the raw seconds of every worker to the figures that a benchmark prints."""
+"""Computes a benchmark's figures from the raw seconds of every worker."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _MICROSECONDS = 1e6
 
 
 def slowest_worker(seconds_by_worker: Sequence[Sequence[float]]) -> NDArray[np.float64]:
-    """Seconds of each iteration: it lasts as long as it does on its slowest worker.
+    """Seconds of each iteration on its slowest worker.
 
     Raises:
-        ValueError: If there is no worker, no iteration, or workers counted different iterations.
+        ValueError: If there is no worker or no iteration, or numbers of iterations differ between workers.
     """
     lengths = {len(seconds) for seconds in seconds_by_worker}
     if len(lengths) != 1 or 0 in lengths:
@@ -40,7 +40,7 @@ class Timing:
         """Summarises iterations given in seconds.
 
         Raises:
-            ValueError: If there are none.
+            ValueError: If there are no iterations.
         """
         values_us = np.asarray(seconds, dtype=np.float64) * _MICROSECONDS
         if values_us.size == 0:
@@ -54,11 +54,11 @@ class Timing:
         )
 
     def algbw_gbytes_per_s(self, nbytes: int) -> float:
-        """Algorithm bandwidth: bytes of one worker's tensor over the median time; G is 1e9, B is bytes."""
+        """Algorithm bandwidth: bytes of one worker's tensor divided by the median time; G is 1e9, B is bytes."""
         return nbytes / self.p50_us / 1e3
 
 
 def iterations_within(budget_s: float, seconds_each: float, *, at_least: int, at_most: int) -> int:
-    """How many iterations of `seconds_each` fit `budget_s`, within bounds."""
+    """Number of iterations of `seconds_each` that fit into `budget_s`, within bounds."""
     fitting = int(budget_s / max(seconds_each, 1e-9))
     return max(at_least, min(at_most, fitting))

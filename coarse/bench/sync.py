@@ -1,4 +1,4 @@
-"""`coarse bench sync`: all-reduce of one tensor, COARSE beside its peers and what the machine allows."""
+"""`coarse bench sync`: all-reduce of one tensor by COARSE, other systems, and at the machine's limit."""
 
 from __future__ import annotations
 
@@ -20,29 +20,30 @@ COARSE_SYSTEMS = ("coarse", "coarse-unregistered")
 LIMIT = "limit"
 DTYPES = ("float32", "float64", "int32", "int64")
 
-# Horovod's background threads talk to each other every millisecond, which takes up to half a core of an idle
-# worker: it is started anew for each turn, so that it does not run in another's.
+# Horovod's background threads communicate every millisecond, which uses up to half a core of an idle worker. So it
+# is restarted for each turn, to keep it out of other systems' turns.
 _BUSY_WHEN_IDLE = ("horovod",)
 _MAX_ITERATIONS = 3000
 _FIRST_BURST = 2
 _BURST_GROWTH = 8
-# The tensor, its result, and what a library may hold on the way.
+# The tensor, its result, and a library's possible temporary copy.
 _COPIES_PER_WORKER = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncPlan:
-    """What one run measures.
+    """The plan of one run.
 
     Args:
         systems: Names, in the order of their turns.
         num_workers: Workers of each system.
-        sizes: Lengths of one worker's tensor, in bytes.
+        sizes: Sizes of one worker's tensor, in bytes.
         dtype: One of DTYPES.
-        algorithm: COARSE's algorithm; "" leaves it to the environment.
-        memory_devices: How many COARSE has, or the memory of each, as COARSE_MEMORY_DEVICES says it; "" likewise.
-        budget_s: Seconds of measuring per system and size, over all rounds; at least 2 iterations a round.
-        rounds: Turns that each system takes at each size.
+        algorithm: COARSE's algorithm; "" to use the environment's.
+        memory_devices: Number of COARSE's memory devices, or the memory of each, in the format of
+            COARSE_MEMORY_DEVICES; "" to use the environment's.
+        budget_s: Seconds of measuring per system and size, over all rounds; at least 2 iterations per round.
+        rounds: Turns of each system at each size.
 
     Raises:
         ValueError: If a value is out of range.
@@ -77,7 +78,7 @@ Progress = Callable[[str], None]
 
 
 def run_sync(plan: SyncPlan, progress: Progress = lambda _: None) -> list[SyncRecord]:
-    """Measures every system at every size, systems taking turns; each turn verifies before it times.
+    """Measures every system at every size, in turns; each turn verifies a result before it measures time.
 
     Raises:
         CoarseError: If memory does not suffice, a worker dies or answers too late, or a result is wrong.
@@ -96,7 +97,7 @@ def run_sync(plan: SyncPlan, progress: Progress = lambda _: None) -> list[SyncRe
 
 
 def num_progress_steps(plan: SyncPlan) -> int:
-    """How often run_sync() calls its progress function."""
+    """Number of calls of the progress function by run_sync()."""
     num_starts = sum(system not in _BUSY_WHEN_IDLE for system in plan.systems)
     return num_starts + len(plan.systems) * plan.rounds * len(plan.sizes)
 
@@ -147,7 +148,7 @@ def _measure_size(
 
 
 def _take_turn(plan: SyncPlan, pool: WorkerPool, nbytes: int) -> list[float]:
-    """One system's turn. It holds its tensors only that long, so that memory is needed for one only."""
+    """Runs one system's turn. The system frees its tensors at the end, so that only one system needs memory."""
     pool.ask("prepare", nbytes=nbytes, dtype=plan.dtype)
     pool.ask("verify")
     seconds = _run_within(plan.budget_s / plan.rounds, pool)
@@ -156,9 +157,9 @@ def _take_turn(plan: SyncPlan, pool: WorkerPool, nbytes: int) -> list[float]:
 
 
 def _run_within(budget_s: float, pool: WorkerPool) -> list[float]:
-    """Runs iterations until the budget or _MAX_ITERATIONS is used up, in bursts that grow step by step.
+    """Runs iterations until the budget or _MAX_ITERATIONS is used up, in bursts of increasing length.
 
-    One burst would not do: where workers outnumber cores and poll, most iterations may take a thousand times
+    A single burst is not possible: if polling workers outnumber cores, most iterations may take a thousand times
     longer than the first.
     """
     seconds: list[float] = []
@@ -172,7 +173,7 @@ def _run_within(budget_s: float, pool: WorkerPool) -> list[float]:
 
 
 def format_bytes(nbytes: int) -> str:
-    """A size as people write it: 4 KiB, 1 MiB, 1000 B."""
+    """A size in common notation: 4 KiB, 1 MiB, 1000 B."""
     for unit, length in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if nbytes >= length and nbytes % length == 0:
             return f"{nbytes // length} {unit}"

@@ -1,4 +1,4 @@
-"""How the processes of each system are started, and what is missing where they cannot be."""
+"""Starts the processes of each system, and reports missing requirements."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _MISSING_HINTS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """Commands that start the processes of one system, and what they add to the environment."""
+    """Commands that start the processes of one system, and their additional environment variables."""
 
     commands: tuple[tuple[str, ...], ...]
     environment: Mapping[str, str]
 
 
 def missing(system: str) -> str | None:
-    """Why `system` cannot run here and how to get it, in one line; None if it can."""
+    """The reason why `system` cannot run on this machine, and how to install it, in one line; None if it can run."""
     present = {
         "limit": lambda: _importable("coarse.kernels._native"),
         "coarse": lambda: _importable("coarse.kernels._native"),
@@ -56,10 +56,10 @@ def missing(system: str) -> str | None:
 
 
 def launch(system: str, job: WorkerJob, socket_path: str) -> Launch:
-    """How to start the workers of `system`; `job.rank` is filled in here.
+    """Returns the commands that start the workers of `system`; sets `job.rank`.
 
     Raises:
-        FileNotFoundError: If its launcher is missing; ask missing() first.
+        FileNotFoundError: If its launcher is missing; call missing() first.
     """
     if system in _LAUNCHERS:
         return _LAUNCHERS[system](system, job, socket_path)
@@ -79,7 +79,7 @@ def _launch_mpich(system: str, job: WorkerJob, socket_path: str) -> Launch:
 
 
 def _launch_openmpi(system: str, job: WorkerJob, socket_path: str) -> Launch:
-    # Root and more workers than cores are usual in containers; two workers on two cores run the same.
+    # Containers often run as root with more workers than cores; the options do not affect two workers on two cores.
     prefix = (
         _required(_openmpi_launcher(), "mpirun.openmpi"),
         *("--allow-run-as-root", "--oversubscribe", "-n", str(job.num_workers)),
@@ -101,7 +101,7 @@ def _launch_impi(system: str, job: WorkerJob, socket_path: str) -> Launch:
                 *_worker_command(system, job, socket_path, RANK_FROM_LAUNCHER),
             ),
         ),
-        # Shared memory alone is its fastest way within a node; a Slurm or ssh around this job is not its business.
+        # Only shared memory is its fastest path within a node. `fork` makes it ignore Slurm or ssh around this job.
         environment={"MPI4PY_LIBMPI": library, "I_MPI_FABRICS": "shm", "I_MPI_HYDRA_BOOTSTRAP": "fork"},
     )
 
@@ -127,7 +127,7 @@ _LAUNCHERS = {
 
 
 def find_program(name: str) -> str | None:
-    """Path of a program of this Python environment, else of PATH; None if there is none."""
+    """Path of a program in this Python environment, otherwise in PATH; None if it is in neither."""
     beside = Path(sys.executable).parent / name
     return os.fspath(beside) if beside.exists() else shutil.which(name)
 
@@ -150,7 +150,7 @@ def _mpich_launcher() -> str | None:
 
 
 def _mpich_library() -> str:
-    """The wheel's library beside this Python, else Debian's; mpi4py's wheels load what they are told to."""
+    """The wheel's library in this Python environment, otherwise Debian's; mpi4py's wheels load the named library."""
     beside = Path(sys.prefix) / "lib" / "libmpi.so.12"
     return os.fspath(beside) if beside.exists() else "libmpich.so.12"
 
@@ -160,7 +160,7 @@ def _openmpi_launcher() -> str | None:
 
 
 def intel_mpi_root() -> Path | None:
-    """Where Intel MPI is: I_MPI_ROOT, as its own set-up names it, else this environment; None if in neither."""
+    """Folder of Intel MPI: I_MPI_ROOT, set by Intel's own setup, otherwise this environment; None if in neither."""
     for root in (process_environment().get("I_MPI_ROOT"), sys.prefix):
         if root and (Path(root) / "lib" / "libmpi.so.12").exists() and _is_intel(Path(root)):
             return Path(root)
@@ -168,12 +168,12 @@ def intel_mpi_root() -> Path | None:
 
 
 def _is_intel(root: Path) -> bool:
-    """MPICH's launcher and library have the same names."""
+    """Whether `root` has Intel MPI; MPICH's launcher and library have the same names."""
     return (root / "bin" / "mpiexec.hydra").exists() and (root / "bin" / "impi_info").exists()
 
 
 def ucc_library() -> Path | None:
-    """The library that benchmarks/build_ucc.sh makes, of this environment; None if it has not."""
+    """The library from benchmarks/build_ucc.sh in this environment; None if it was not built."""
     path = Path(sys.prefix) / "lib" / "libcoarse_bench_ucc.so"
     return path if path.exists() else None
 

@@ -1,7 +1,7 @@
-"""Compute traces: when each gradient of a model's backward pass is ready, so that compute can be replayed.
+"""Compute traces: when each gradient of a model's backward pass is ready, to replay computation.
 
-A trace keeps a training step's durations per layer and its tensors' sizes, and nothing else: replaying one takes no
-processor, so that the step of an eight-GPU machine runs on two cores, through the real runtime (coarse.bench.replay).
+A trace has only a training step's durations per layer and its tensors' sizes. Replaying it needs no processor, so
+that the step of an eight-GPU machine runs on two cores, through the real runtime (coarse.bench.replay).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class GradientEvent:
     """A gradient that becomes ready in the backward pass.
 
     Args:
-        name: Of the parameter.
-        num_elements: Of the gradient, at least 1.
+        name: Name of the parameter.
+        num_elements: Number of elements of the gradient, at least 1.
         dtype: A name in ITEM_BYTES.
-        ready: When it is ready, as a fraction of the backward pass: 0 <= ready <= 1.
+        ready: Time of readiness, as a fraction of the backward pass: 0 <= ready <= 1.
 
     Raises:
         ValueError: If a value is out of range.
@@ -51,7 +51,7 @@ class GradientEvent:
         return self.num_elements * ITEM_BYTES[self.dtype]
 
     def spec(self) -> TensorSpec:
-        """As a tensor to register."""
+        """The gradient as a tensor to register."""
         return TensorSpec(name=self.name, dtype=self.dtype, num_elements=self.num_elements, op="mean")
 
 
@@ -62,12 +62,12 @@ class ComputeTrace:
     Args:
         model: Its name.
         batch: Samples of one worker.
-        sequence: Tokens of one sample; 0 for models of images.
+        sequence: Tokens of one sample; 0 for image models.
         forward_s: Seconds of the forward pass, above 0.
         backward_s: Seconds of the backward pass, above 0.
         flops: Floating-point operations of both passes together.
         events: Gradients in the order in which they become ready: the last layers' first.
-        source: Which machine the durations are of, and whether they were measured there.
+        source: The machine of the durations, and whether they were measured there.
 
     Raises:
         ValueError: If it has no events, they are out of order, or a duration is not positive.
@@ -105,7 +105,7 @@ class ComputeTrace:
     def on_processor(self, tflops: float, source: str) -> ComputeTrace:
         """The same step on a processor that sustains `tflops` (1e12 operations a second) throughout.
 
-        Layers keep their shares of the time. An estimate: say so wherever its result is shown.
+        Layers keep their shares of the time. The result is an estimate; mark it as such wherever it is shown.
         """
         factor = self.flops / (tflops * 1e12) / (self.forward_s + self.backward_s)
         return ComputeTrace(
@@ -118,15 +118,15 @@ class ComputeTrace:
         )
 
     def to_json(self) -> str:
-        """Text that from_json() reads."""
+        """JSON text for from_json()."""
         return json.dumps({"format": _FORMAT, **asdict(self)}, indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> ComputeTrace:
-        """Reads what to_json() wrote.
+        """Reads the result of to_json().
 
         Raises:
-            ValueError: If it is anything else.
+            ValueError: If the text is not such a result.
         """
         try:
             fields = json.loads(text)
@@ -139,20 +139,20 @@ class ComputeTrace:
 
 
 PEAK_TFLOPS: Mapping[str, float] = MappingProxyType({"V100": 15.7, "P100": 9.3, "T4": 8.1})
-"""float32 operations of GPUs, as their makers announced them."""
+"""Peak float32 operations of GPUs, as published by their manufacturers."""
 
 _SUSTAINED_FRACTION = 0.5
 
 
 def compute_until(moment_s: float) -> None:
-    """Takes the time of a computation, and no processor: returns at `moment_s` of time.perf_counter()."""
+    """Waits for the time of a computation without using a processor, until time.perf_counter() is `moment_s`."""
     remaining_s = moment_s - time.perf_counter()
     if remaining_s > 0:
         time.sleep(remaining_s)
 
 
 def check_tflops(tflops: float) -> None:
-    """Refuses what no processor sustains.
+    """Refuses impossible processor speeds.
 
     Raises:
         ValueError: If `tflops` is not above 0 and finite.
@@ -162,12 +162,12 @@ def check_tflops(tflops: float) -> None:
 
 
 def place_trace(trace: ComputeTrace, *, gpu: str = "", tflops: float | None = None) -> ComputeTrace:
-    """The trace in the time of another processor.
+    """The trace with the durations of another processor.
 
     Args:
-        trace: As recorded.
-        gpu: A name in PEAK_TFLOPS, half of whose peak is assumed; any other leaves the trace as it is.
-        tflops: What the processor sustains, in 1e12 operations a second; goes before `gpu`.
+        trace: The recorded trace.
+        gpu: A name in PEAK_TFLOPS, half of whose peak is assumed; with any other name the trace is unchanged.
+        tflops: Sustained speed of the processor, in 1e12 operations a second; overrides `gpu`.
 
     Raises:
         ValueError: If `tflops` is not above 0 and finite.
@@ -184,10 +184,10 @@ def place_trace(trace: ComputeTrace, *, gpu: str = "", tflops: float | None = No
 
 
 def load_trace(model: str) -> ComputeTrace:
-    """The trace of `model` that comes with COARSE.
+    """The trace of `model` included in COARSE.
 
     Raises:
-        ValueError: If there is none; names those that there are.
+        ValueError: If there is none; names the available ones.
     """
     directory = files("coarse.bench") / "traces"
     known = sorted(
@@ -206,9 +206,9 @@ def record_trace(
     Args:
         module: A torch.nn.Module in training mode.
         run_forward: Runs it on a batch and returns the loss.
-        model, batch, sequence: For the trace's own fields.
-        source: Says what was measured where.
-        repeats: Steps measured, at least 1.
+        model, batch, sequence: Values of the trace's fields.
+        source: Describes the measurement and the machine.
+        repeats: Number of measured steps, at least 1.
     """
     from torch.utils.flop_counter import FlopCounterMode
 

@@ -19,7 +19,7 @@ from coarse.bench.worker_pool import BenchError, WorkerPool, time_for
 
 PEERS = ("ddp", "ddp-tuned", "ddp-default", "none")
 DDPS = ("ddp", "ddp-tuned", "ddp-default")
-"""The ways of configuring torch DDP; figures "over DDP" are over the fastest of those that were measured."""
+"""Configurations of torch DDP; figures "over DDP" compare with the fastest measured one."""
 
 _MIN_STEPS = 3
 _MAX_STEPS = 500
@@ -28,22 +28,22 @@ _MEMORY_STEPS = 3
 # Parameters, gradients, two moments, and communication buffers, of four bytes each.
 _BYTES_PER_PARAMETER = 5 * 4
 _PROCESS_BYTES = 300 << 20
-# Beside what is running: the driver itself, and caches that must not be squeezed out while steps are timed.
+# For other memory use: the driver itself, and caches that must not be evicted while steps are timed.
 _MEMORY_MARGIN = 1.15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainPlan:
-    """What one run measures.
+    """The plan of one run.
 
     Args:
         systems: Names, in the order of their turns.
-        sequence: Tokens in a sample; means nothing to models of images.
+        sequence: Tokens in a sample; ignored by image models.
         threads: Threads of each worker.
-        steps: Steps timed in each round; 0 takes as many as fit the budget.
+        steps: Timed steps in each round; 0 for as many as fit the budget.
         budget_s: Seconds of timed steps per system, over all rounds.
-        rounds: Turns that each system takes.
-        device: Of the models: "cpu", "cuda", where each worker has the GPU of its rank, or "cuda:N", which has all.
+        rounds: Turns of each system.
+        device: Device of the models: "cpu"; "cuda": each worker uses the GPU of its rank; "cuda:N": all use this GPU.
 
     Raises:
         ValueError: If a value is out of range.
@@ -77,22 +77,22 @@ class TrainPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstStep:
-    """What a system looks like when it runs alone: its first step's outcome and its memory."""
+    """A system when it runs alone: the result of its first step, and its memory."""
 
     losses: tuple[float, ...]
     parameter_hashes: tuple[str, ...]
     parameter_sample: tuple[float, ...]
     parameter_bytes: int
     peak_bytes: int
-    """Of all processes, the start included, as JobMemory counts."""
+    """Peak memory of all processes, including the start, as counted by JobMemory."""
     memory_counted_by: str = ""
     peak_gpu_bytes: int = 0
-    """Of torch in all workers; 0 without a GPU."""
+    """Peak GPU memory of torch in all workers; 0 without a GPU."""
     used_gpu_bytes: int = 0
-    """Of all processes, after some steps, on the GPUs that workers are on; 0 without any."""
+    """GPU memory of all processes, after some steps, on the workers' GPUs; 0 without a GPU."""
     gpu: str = ""
     backend: str = ""
-    """Of torch's default process group, over which peers reduce; "" if there is none."""
+    """Backend of torch's default process group, which other systems use for reduction; "" if there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,14 +116,14 @@ class TrainResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """All systems of a run, each against the step without communication and against DDP."""
+    """All systems of a run, each compared with the step without communication and with DDP."""
 
     results: tuple[TrainResult, ...]
     side_by_side: bool
-    """Whether all systems stayed up and took turns; else each was started anew for every turn."""
+    """Whether all systems kept running and took turns; otherwise each was restarted for every turn."""
 
     def result(self, system: str) -> TrainResult | None:
-        """The result of a system, if it was measured."""
+        """The result of a system; None if it was not measured."""
         return next((each for each in self.results if each.system == system), None)
 
     @property
@@ -133,7 +133,7 @@ class Comparison:
         return min(found, key=lambda each: each.step.p50_us, default=None)
 
     def blocked_us(self, result: TrainResult) -> float | None:
-        """Median step minus the median step without communication: what a step waits for its gradients."""
+        """Median step minus the median step without communication: the step's wait for its gradients."""
         bare = self.result("none")
         return None if bare is None else result.step.p50_us - bare.step.p50_us
 
@@ -145,17 +145,17 @@ class Comparison:
         return None if blocked_us is None or not ddp_us or ddp_us < 0 else 100 * blocked_us / ddp_us
 
     def speedup_over_ddp(self, result: TrainResult) -> float | None:
-        """The fastest DDP's median step over this one's."""
+        """The fastest DDP's median step divided by this system's."""
         ddp = self.ddp
         return None if ddp is None else ddp.step.p50_us / result.step.p50_us
 
     def overhead_percent(self, result: TrainResult) -> float | None:
-        """By how much the median step is longer than the bare one."""
+        """Increase of the median step over the bare one, in percent."""
         bare = self.result("none")
         return None if bare is None else 100 * (result.step.p50_us / bare.step.p50_us - 1)
 
     def as_json(self, result: TrainResult) -> dict[str, Any]:
-        """The fields of a record line, beside provenance."""
+        """The fields of a record line, without provenance."""
         plan, first = result.plan, result.first_step
         return {
             "bench": "train-step",
@@ -192,7 +192,7 @@ Progress = Callable[[str], None]
 def run_train(plan: TrainPlan, progress: Progress = lambda _: None) -> Comparison:
     """Verifies every system alone, then times them in turns.
 
-    Where memory allows, all systems stay up and take turns; otherwise each is started anew for every turn.
+    If memory suffices, all systems keep running and take turns; otherwise each is restarted for every turn.
 
     Raises:
         CoarseError: If memory does not suffice, a worker dies or answers too late, or parameters disagree.
@@ -201,7 +201,7 @@ def run_train(plan: TrainPlan, progress: Progress = lambda _: None) -> Compariso
     first_steps = {system: _try_alone(plan, system, progress) for system in plan.systems}
     _verify(plan, first_steps)
     needed = _MEMORY_MARGIN * sum(first.peak_bytes for first in first_steps.values())
-    # Beside each other on a GPU they would share its memory, which nobody has looked at.
+    # Systems that run at the same time on a GPU would share its memory, which was not checked.
     side_by_side = plan.device == CPU and needed <= available_bytes()
     measure = _measure_side_by_side if side_by_side else _measure_one_by_one
     results = tuple(
@@ -212,12 +212,12 @@ def run_train(plan: TrainPlan, progress: Progress = lambda _: None) -> Compariso
 
 
 def num_progress_steps(plan: TrainPlan) -> int:
-    """How often run_train() calls its progress function."""
+    """Number of calls of the progress function by run_train()."""
     return len(plan.systems) * (1 + plan.rounds)
 
 
 def check_memory(plan: TrainPlan) -> None:
-    """Refuses what cannot fit; what activations need on top depends on the batch and is not foreseen."""
+    """Refuses plans that cannot fit; memory of activations depends on the batch and is not included."""
     each = NUM_PARAMETERS[plan.model] * _BYTES_PER_PARAMETER + _PROCESS_BYTES
     needed, available = each * plan.num_workers, available_bytes()
     if needed > available:
@@ -240,7 +240,7 @@ def _pool(plan: TrainPlan, system: str, group: ControlGroup | None = None) -> Wo
 
 
 def _try_alone(plan: TrainPlan, system: str, progress: Progress) -> FirstStep:
-    """Takes the first steps of a system with the machine to itself, watching its memory."""
+    """Takes the first steps of a system alone on the machine, and measures its memory."""
     progress(f"{system}  verifying")
     with JobMemory() as memory, _pool(plan, system, memory.group) as pool:
         pool.start()
@@ -263,9 +263,9 @@ def _try_alone(plan: TrainPlan, system: str, progress: Progress) -> FirstStep:
 
 
 def _verify(plan: TrainPlan, first_steps: Mapping[str, FirstStep]) -> None:
-    """After one step all workers hold the same parameters, and those are DDP's.
+    """Checks that after one step all workers have the same parameters, equal to DDP's.
 
-    Workers start from different parameters and see different batches, so both hold only if the initial
+    Workers start from different parameters and use different batches. So both conditions hold only if the initial
     parameters were broadcast and the gradients averaged.
 
     Raises:
@@ -283,10 +283,10 @@ def _verify(plan: TrainPlan, first_steps: Mapping[str, FirstStep]) -> None:
 
 
 def _close(sample: Sequence[float], reference: Sequence[float]) -> bool:
-    """Whether two parameter samples agree up to the order of additions.
+    """Whether two parameter samples agree except for the order of additions.
 
-    Adam's first update is nearly the gradient's sign, so an element whose gradient is all rounding error may
-    end up two learning rates away; 99 of 100 must agree closely.
+    Adam's first update is nearly the gradient's sign, so an element whose gradient is only rounding error may differ
+    by two learning rates; 99 of 100 must agree closely.
     """
     difference = np.abs(np.asarray(sample) - np.asarray(reference))
     return bool(
@@ -295,7 +295,7 @@ def _close(sample: Sequence[float], reference: Sequence[float]) -> bool:
 
 
 class _Times:
-    """Seconds of each phase, step after step, of the slowest worker."""
+    """Seconds of each phase on the slowest worker, step by step."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, list[NDArray[np.float64]]] = {phase: [] for phase in PHASES}

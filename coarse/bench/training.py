@@ -1,4 +1,4 @@
-"""The systems of `coarse bench train-step`: one training loop under each way of synchronising gradients."""
+"""The systems of `coarse bench train-step`: one training loop with each method of synchronising gradients."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ _ONE_BUCKET_MB = 1 << 20
 class TrainAdapter:
     """The commands of `coarse bench train-step` for one system.
 
-    On a GPU a step ends when the GPU has done it; its phases end when the processor has asked for them.
+    On a GPU, a step ends when the GPU has completed it; its phases end when the processor has submitted them.
 
     Args:
         job: Its options are model, batch, sequence, optimizer, threads and device.
-        wrap: Joins the other workers' process group if the system has one, and returns what wraps the module.
-        offload: Moves an optimizer of the wrapped module to where the system runs it.
+        wrap: Joins the other workers' process group if the system has one, and returns the function that wraps the
+            module.
+        offload: Moves an optimizer of the wrapped module to the system's place for it.
     """
 
     commands = frozenset({"first_step", "run", "gpu_memory"})
@@ -71,12 +72,12 @@ class TrainAdapter:
         self._model = wrap(self._workload.module)
         optimizer = _make_optimizer(self._torch, options["optimizer"], self._model.parameters())
         self._optimizer = self._offload(optimizer, self._model)
-        # Dropout must draw the same numbers in every system, however many its wrapper drew.
+        # Dropout must draw the same numbers in every system, also if the wrapper has drawn some.
         self._torch.manual_seed(1000 + rank)
         return rank
 
     def first_step(self) -> dict[str, Any]:
-        """Takes one step; returns the hash and a sample of the parameters, their length and the loss."""
+        """Takes one step; returns the hash and a sample of the parameters, their size and the loss."""
         loss = self._step([])
         return {
             "loss": loss,
@@ -90,7 +91,7 @@ class TrainAdapter:
         }
 
     def run(self, steps: int) -> dict[str, list[float]]:
-        """Takes `steps` steps after one that is not counted; returns the seconds of each step's phases."""
+        """Takes `steps` steps after one uncounted step; returns the seconds of each step's phases."""
         marks: list[tuple[float, ...]] = []
         gc.collect()
         gc.disable()
@@ -110,9 +111,9 @@ class TrainAdapter:
         }
 
     def gpu_memory(self) -> dict[str, int]:
-        """Of this worker's GPU: what torch had of it at most, and what all processes have of it now.
+        """Memory of this worker's GPU: torch's peak, and the current use by all processes.
 
-        Memory devices have theirs in the latter alone, as have contexts and memory that torch keeps for later.
+        Only the latter includes memory devices, contexts and torch's cached memory.
         """
         if not self._gpu_name():
             return {"device": 0, "peak_bytes": 0, "used_bytes": 0}
@@ -134,7 +135,7 @@ class TrainAdapter:
             self._torch.distributed.destroy_process_group()
 
     def _step(self, times: list[float]) -> float:
-        """One step, as users write it; appends the time before it, after each of its three phases, and at its end."""
+        """One step as in user code; appends the time before it, after each of its three phases, and at its end."""
         assert self._workload is not None
         batch = self._workload.batches[self._num_steps % len(self._workload.batches)]
         self._num_steps += 1
@@ -155,7 +156,7 @@ class TrainAdapter:
         """The device of this worker's model.
 
         Raises:
-            CoarseError: If torch does not see it.
+            CoarseError: If torch does not find it.
         """
         asked = self._job.options.get("device", CPU)
         if asked == CPU:
@@ -172,7 +173,7 @@ class TrainAdapter:
         return self._torch.device("cuda", number)
 
     def _gpu_name(self) -> str:
-        """Of the GPU that has the model; "" if none has."""
+        """Name of the GPU that holds the model; "" without a GPU."""
         device = self._parameters()[0].device
         return str(self._torch.cuda.get_device_name(device)) if device.type == "cuda" else ""
 
@@ -196,13 +197,13 @@ class TrainAdapter:
 
 
 def check_device(device: str) -> None:
-    """Raises ValueError unless it is "cpu", "cuda" (each worker has the GPU of its rank) or one such as "cuda:0"."""
+    """Raises ValueError unless it is "cpu", "cuda" (each worker uses the GPU of its rank) or such as "cuda:0"."""
     if device not in (CPU, "cuda") and not device.removeprefix("cuda:").isdecimal():
         raise ValueError(f"device {device!r} is neither cpu nor cuda nor one such as cuda:0")
 
 
 def missing_gpu(device: str) -> str:
-    """Why a device that check_device() lets pass is not there, in words; "" if it is."""
+    """The reason why a device that passes check_device() is missing; "" if it exists."""
     if device == CPU:
         return ""
     import torch
@@ -215,7 +216,7 @@ def missing_gpu(device: str) -> str:
 
 
 def gpu_of_worker(device: str, *, rank: int, num_gpus: int) -> int:
-    """Which GPU a worker has: that of "cuda:N", or by "cuda" its share of those that there are."""
+    """Number of a worker's GPU: N for "cuda:N"; for "cuda", GPUs are distributed by rank."""
     return int(device.removeprefix("cuda:")) if ":" in device else rank % max(1, num_gpus)
 
 
@@ -234,7 +235,7 @@ def wrap_coarse(job: WorkerJob) -> Callable[[Any], Any]:
 
 
 def wrap_ddp(job: WorkerJob) -> Callable[[Any], Any]:
-    """DDP at its best here: gradients are views of its buckets, which saves a copy and their memory."""
+    """DDP with gradients as views of its buckets, which saves a copy and memory."""
     wrap = join_group(job, _backend_of_peers(job)).nn.parallel.DistributedDataParallel
     return lambda module: wrap(
         module, gradient_as_bucket_view=True, broadcast_buffers=_broadcasts_buffers(job)
@@ -242,12 +243,12 @@ def wrap_ddp(job: WorkerJob) -> Callable[[Any], Any]:
 
 
 def _broadcasts_buffers(job: WorkerJob) -> bool:
-    """As by default; not on a GPU, where each broadcast would have the processor wait, and nothing learns by it."""
+    """DDP's default on the CPU; False on a GPU, where each broadcast would make the processor wait without benefit."""
     return bool(job.options.get("device", CPU) == CPU)
 
 
 def _backend_of_peers(job: WorkerJob) -> str:
-    """NCCL where each worker has a GPU of its own, as users have it; it takes none that two share."""
+    """NCCL if each worker has a separate GPU, as is usual; NCCL does not support two workers on one GPU."""
     device, cuda = job.options.get("device", CPU), importlib.import_module("torch").cuda
     return "nccl" if device == "cuda" and cuda.device_count() >= job.num_workers else "gloo"
 
@@ -258,7 +259,7 @@ def _wrap_ddp_default(job: WorkerJob) -> Callable[[Any], Any]:
 
 
 def wrap_ddp_tuned(job: WorkerJob) -> Callable[[Any], Any]:
-    """DDP for one reduction a step: a single bucket, a graph that it need not look at, no buffers broadcast."""
+    """DDP with one reduction per step: a single bucket, a static graph, no broadcast of buffers."""
     wrap = join_group(job, _backend_of_peers(job)).nn.parallel.DistributedDataParallel
     return lambda module: wrap(
         module,
@@ -270,7 +271,7 @@ def wrap_ddp_tuned(job: WorkerJob) -> Callable[[Any], Any]:
 
 
 def _wrap_fsdp(job: WorkerJob) -> Callable[[Any], Any]:
-    """FSDP2 as its documentation has it: the layers of a transformer one by one, then the rest."""
+    """FSDP2 as in its documentation: wraps the layers of a transformer one by one, then the rest."""
     torch = join_gloo(job)
     fully_shard = importlib.import_module("torch.distributed.fsdp").fully_shard
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (job.num_workers,))
@@ -289,7 +290,7 @@ def _wrap_none(job: WorkerJob) -> Callable[[Any], Any]:
 
 
 def offload_optimizer(*, overlap: bool) -> Callable[[Any, Any], Any]:
-    """Has the memory devices run the optimizer; every parameter and its state then exist once."""
+    """Runs the optimizer in the memory devices, which store one copy of every parameter and its state."""
 
     def offload(optimizer: Any, model: Any) -> Any:
         coarse_torch = importlib.import_module("coarse.torch")
@@ -302,7 +303,7 @@ def offload_optimizer(*, overlap: bool) -> Callable[[Any, Any], Any]:
 
 
 def _shard_state(optimizer: Any, model: Any) -> Any:
-    """ZeRO's first stage: each worker has the optimizer's state of its share of the parameters."""
+    """ZeRO's first stage: each worker holds the optimizer's state for its share of the parameters."""
     zero = importlib.import_module("torch.distributed.optim").ZeroRedundancyOptimizer
     kind = type(optimizer)
     options = {
@@ -328,4 +329,4 @@ TRAIN_SYSTEMS: dict[str, Callable[[WorkerJob], Adapter]] = {
     "train-fsdp": _under(_wrap_fsdp),
     "train-none": _under(_wrap_none),
 }
-"""Adapter of each system; the prefix sets them apart from the systems of `coarse bench sync`."""
+"""Adapter of each system; the prefix distinguishes them from the systems of `coarse bench sync`."""

@@ -1,11 +1,11 @@
-"""A benchmark's worker process: joins the other workers of its system and obeys the driver.
+"""A benchmark's worker process: joins the other workers of its system and executes the driver's commands.
 
     python -m coarse.bench.worker --system gloo --socket /private/socket --job '{...}'
 
 The driver sends `{"do": "run", "with": {"iterations": 10}}` and receives `{"result": ...}` or
 `{"error": "..."}`; the first message is the worker's own `{"rank": 0}`, sent when its system is set up.
-Between commands a worker blocks in a queue, never in its communication library: idle systems leave the cores
-to the one being measured.
+Between commands, a worker blocks in a queue, never in its communication library, so that idle systems use no cores
+while another one is measured.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from coarse.bench.adapter import Adapter, WorkerJob
 from coarse.bench.channel import Channel
 
 Inbox: TypeAlias = "queue.SimpleQueue[dict[str, Any]]"
-"""What the driver asks for and has not been done yet."""
+"""Pending commands of the driver."""
 
 
 def make_adapter(system: str, job: WorkerJob) -> Adapter:
-    """The adapter of a system; its framework is imported by setup(), no earlier.
+    """Returns the adapter of a system; only setup() imports its framework.
 
     Raises:
-        ValueError: If no adapter is known by that name.
+        ValueError: If there is no adapter with this name.
     """
     from coarse.bench.collectives import SYNC_SYSTEMS
     from coarse.bench.replay import REPLAY_SYSTEMS
@@ -50,7 +50,7 @@ def make_adapter(system: str, job: WorkerJob) -> Adapter:
 
 
 def serve(channel: Channel, inbox: Inbox, adapter: Adapter) -> None:
-    """Executes commands until "close" has been answered. Errors are reported to the driver, which decides."""
+    """Executes commands until "close" has been answered. Reports errors to the driver, which handles them."""
     while True:
         message = inbox.get()
         try:
@@ -72,9 +72,9 @@ def _execute(adapter: Adapter, message: dict[str, Any]) -> Any:
 
 
 def _receive_all(channel: Channel, inbox: Inbox, job: WorkerJob) -> None:
-    """Moves messages to `inbox`; ends the process when the driver is gone, after tidying up in its place.
+    """Moves messages to `inbox`; when the driver is gone, cleans up in its place and ends the process.
 
-    The main thread may be setting up, or blocked in a collective that a dead driver's workers will never finish.
+    The main thread may be in setup(), or blocked in a collective that never ends after the driver's death.
     """
     try:
         while True:

@@ -1,4 +1,4 @@
-"""The driver's side: long-lived worker processes of one system, asked in turn, and never left behind."""
+"""The driver's side: long-lived worker processes of one system, which never outlive the driver."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from coarse.scratch import Scratch
 
 START_TIMEOUT_S = 120.0
 COMMAND_TIMEOUT_S = 600.0
-"""For what takes about the same time whatever the benchmark is asked for."""
+"""Time limit for commands whose duration does not depend on the benchmark's size."""
 _TIMEOUT_PER_ITEM_S = 60.0
 _CLOSE_TIMEOUT_S = 15.0
 _INTERRUPTED_TIMEOUT_S = 3.0
@@ -39,31 +39,31 @@ _STDERR_TAIL_LINES = 20
 
 
 def time_for(num_items: int, *, stretch: float = 1.0) -> float:
-    """Seconds that so many steps or saves may take altogether: it is those that hang which are to be ended.
+    """Time limit in seconds for `num_items` steps or saves together, generous enough to end only those that hang.
 
     Args:
-        num_items: How many.
-        stretch: How many times longer than on a machine of today each may take.
+        num_items: Number of steps or saves.
+        stretch: Allowed factor over the time on a current machine.
     """
     return COMMAND_TIMEOUT_S + num_items * _TIMEOUT_PER_ITEM_S * max(1.0, stretch)
 
 
 class BenchError(CoarseError):
-    """A benchmark could not be carried through: a wrong result, or too little memory for it."""
+    """A benchmark failed: a wrong result, or too little memory."""
 
 
 class WorkerPool:
     """The worker processes of one system. Context manager; idempotent close(); one thread at a time.
 
-    Every wait is bounded and watches the processes. Workers live in process groups of their own: Ctrl-C
-    reaches the driver alone, which then ends them; should the driver be killed, they end by themselves.
+    Every wait is bounded and watches the processes. Workers have separate process groups, so Ctrl-C reaches only the
+    driver, which then ends them. If the driver is killed, they end by themselves.
 
     Args:
-        system: A name that systems.launch() knows.
+        system: A name for systems.launch().
         num_workers: Number of worker processes.
-        options: Settings of the system, handed to its adapter.
+        options: Settings of the system, for its adapter.
         threads: OMP_NUM_THREADS of each worker.
-        group: Where all processes are; None for where the driver is.
+        group: Control group of all processes; None for the driver's.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class WorkerPool:
 
         Raises:
             WorkerLostError: If one dies or reports an error; the message ends with its standard error.
-            SyncTimeoutError: If they are not all there within `timeout_s`.
+            SyncTimeoutError: If they are not all set up within `timeout_s`.
         """
         self._scratch = Scratch("bench")
         socket_path = os.fspath(self._scratch.path / "socket")
@@ -103,7 +103,7 @@ class WorkerPool:
         self._healthy = True
 
     def ask(self, command: str, timeout_s: float = COMMAND_TIMEOUT_S, **arguments: Any) -> list[Any]:
-        """Gives every worker one command and returns their results, by rank.
+        """Sends one command to every worker and returns their results, by rank.
 
         Raises:
             WorkerLostError: If one dies.
@@ -132,7 +132,7 @@ class WorkerPool:
         return list(found.values())
 
     def close(self, leave_timeout_s: float = _CLOSE_TIMEOUT_S) -> None:
-        """Ends every process, politely unless a command was left unanswered, and removes what they left."""
+        """Ends every process, in order unless a command is unanswered, and removes their leftover files."""
         if self._scratch is None:
             return
         try:
@@ -203,7 +203,7 @@ class WorkerPool:
         return [self._checked(command, answer)["result"] for answer in answers]
 
     def _receive_all(self, command: str, deadline: float) -> list[dict[str, Any]]:
-        """One message of each channel, in channel order; stops at the first error or lost worker."""
+        """Receives one message from each channel, in channel order; stops at the first error or lost worker."""
         received: dict[int, dict[str, Any]] = {}
         with selectors.DefaultSelector() as selector:
             for index, channel in enumerate(self._channels):
@@ -228,7 +228,7 @@ class WorkerPool:
             return answer
         codes = self._exit_codes()
         for index, code in codes.items():
-            if code < 0:  # what the survivors complain of is only the echo of this
+            if code < 0:  # errors of the surviving workers are only consequences of this
                 raise self._lost(f"process {index}", command)
         raise BenchError(f"{self.system}: {command} failed: {answer['error']}{self._stderr_tail()}")
 
@@ -247,7 +247,7 @@ class WorkerPool:
         return WorkerLostError(f"{self.system}: {who} died during {command}{how}.{self._stderr_tail()}")
 
     def _exit_codes(self) -> dict[int, int]:
-        """Exit codes of the processes that have ended; EOF and errors can be seen a moment before them."""
+        """Exit codes of ended processes; EOF and errors may be visible a moment earlier."""
         deadline = time.monotonic() + _EXIT_CODE_TIMEOUT_S
         codes: dict[int, int] = {}
         while not codes and time.monotonic() < deadline:
@@ -257,7 +257,7 @@ class WorkerPool:
         return codes
 
     def _stderr_tail(self) -> str:
-        """The last lines that the system's processes wrote, indented, process by process."""
+        """The last lines of stderr of the system's processes, indented, process by process."""
         assert self._scratch is not None
         tails = []
         for log in sorted(self._scratch.path.glob("stderr-*")):

@@ -318,12 +318,12 @@ class NewFile:
     def finish(self) -> None:
         """Writes appended data that is still buffered."""
         if self._staging is not None and self._num_staged:
-            self._go_through_cache()  # the end is no whole page
+            self._go_through_cache()  # the end is not a whole page
             self._write(self._staging[: self._num_staged])
             self._num_staged = 0
 
     def flush(self) -> None:
-        """Has the disk take what was written so far, and forgets it: no page cache is spent on a checkpoint."""
+        """Writes cached data to disk and drops it from the page cache, so that checkpoints do not fill the cache."""
         if self._is_past_cache:
             return
         with _named(self._path):
@@ -340,7 +340,7 @@ class NewFile:
             except OSError as error:
                 if not self._is_past_cache or error.errno != errno.EINVAL:
                     raise
-                self._go_through_cache()  # a disk of larger blocks, or one that took less than a page
+                self._go_through_cache()  # a disk with larger blocks, or one that took less than a page
                 continue
             view = view[count:]
 
@@ -350,17 +350,17 @@ class NewFile:
 
 
 def has_cache(descriptor: int) -> bool:
-    """Whether a file is read or written through the page cache; else by whole pages alone."""
+    """Whether a file's I/O uses the page cache; otherwise it uses whole pages only."""
     return not fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT
 
 
 def go_through_cache(descriptor: int) -> None:
-    """Takes back that a file is read or written past the page cache."""
+    """Switches a file's I/O back to the page cache."""
     fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~os.O_DIRECT)
 
 
 def _go_past_cache(descriptor: int) -> bool:
-    """Has a file read or written past the page cache; False where its file system cannot."""
+    """Switches a file's I/O to bypass the page cache; returns False if the file system does not support that."""
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_DIRECT)
     except OSError:
@@ -370,7 +370,7 @@ def _go_past_cache(descriptor: int) -> bool:
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Names the file in an error of the system, which knows a descriptor, or a name within a folder."""
+    """Adds the file's path to system errors, which only contain a descriptor or a name within a folder."""
     try:
         yield
     except OSError as error:
@@ -386,12 +386,12 @@ def _what_is_wrong(error: OSError) -> str:
 
 
 def _make(place: Path, observe: Observer) -> None:
-    """Makes a folder and those above it, and has the disk know of their names."""
+    """Creates a folder and its parents, and syncs their names to disk."""
     missing = [each for each in (place, *place.parents) if not each.exists()]
     place.mkdir(mode=0o700, parents=True, exist_ok=True)
     for made in missing:
         observe("fsync", f"{made.parent.name}/")
-        with suppress(PermissionError):  # of one in which names can be made, but not listed
+        with suppress(PermissionError):  # a folder that allows creating names, but not listing them
             descriptor = os.open(made.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 os.fsync(descriptor)

@@ -270,7 +270,7 @@ class Saver:
         began_s = time.monotonic()
         temporary = CheckpointName(writing.step).temporary
         with contextlib.closing(writing), SaveProgress(f"step {writing.step}") as progress:
-            self._torn.discard(temporary)  # other workers may have written their state already
+            self._torn.discard(temporary)  # other workers may already have written their state to it
             self._remove_torn()
             self._torn.add(temporary)
             if own_state is not None:

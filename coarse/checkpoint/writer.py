@@ -45,7 +45,7 @@ class SaveCancelledError(CheckpointError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteOptions:
-    """How checkpoints are written.
+    """Options for writing checkpoints.
 
     Args:
         file_bytes: Approximate largest size of a safetensors file.
@@ -101,7 +101,7 @@ def write_checkpoint(
     progress: Progress = lambda done, total: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> CheckpointName:
-    """Writes one checkpoint and returns its name; it is then safe on disk.
+    """Writes one checkpoint and returns its name; the checkpoint is then durable on disk and can be loaded.
 
     Needs a few pieces of memory, regardless of the size of the state. Closes the source. A failed save leaves no
     files unless the process is killed.

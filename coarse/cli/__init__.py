@@ -1,1 +1,1 @@
-"""The `coarse` command: one module per sub-command, loaded when it is asked for."""
+"""The `coarse` command: one module per sub-command, loaded on request."""

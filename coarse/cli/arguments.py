@@ -1,4 +1,4 @@
-"""Types of arguments that several commands take, for argparse."""
+"""argparse types of arguments that several commands share."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ def whole_number(text: str, what: str, low: int, high: float) -> int:
 
 
 def num_workers(text: str) -> int:
-    """Reads how many workers a node has.
+    """Reads the number of workers of a node.
 
     Raises:
-        argparse.ArgumentTypeError: If no node can have as many.
+        argparse.ArgumentTypeError: If the number is not possible for a node.
     """
     most = MOST_WORKERS_OF_A_NODE
     return whole_number(text, f"a number of workers of one node, from 1 to {most}", 1, most)
 
 
 def seconds(text: str) -> float:
-    """Reads a time in seconds, from 0 on.
+    """Reads a time in seconds, at least 0.
 
     Raises:
-        argparse.ArgumentTypeError: If it is none.
+        argparse.ArgumentTypeError: If `text` is not such a time.
     """
     try:
         value = float(text)
@@ -50,7 +50,7 @@ def seconds(text: str) -> float:
 
 
 def file_to_write(text: str) -> Path:
-    """Reads where a result goes, before anything is done for it.
+    """Reads the path of a result file, and checks it before any work begins.
 
     Raises:
         argparse.ArgumentTypeError: If no file can be written there.
@@ -66,7 +66,7 @@ def file_to_write(text: str) -> Path:
 
 
 def file_of_new_folder(text: str) -> Path:
-    """As file_to_write(), where its folder is still to be made if there is none."""
+    """As file_to_write(), for a file whose folder is created later if necessary."""
     path = Path(text)
     if not path.parent.exists():
         folder_to_write(os.fspath(path.parent))
@@ -75,10 +75,10 @@ def file_of_new_folder(text: str) -> Path:
 
 
 def folder_to_write(text: str) -> Path:
-    """Reads where results go: a folder, which is still to be made if there is none.
+    """Reads the path of a folder for results, which is created later if necessary.
 
     Raises:
-        argparse.ArgumentTypeError: If nothing can be written there.
+        argparse.ArgumentTypeError: If the folder is not writable.
     """
     path = Path(text)
     there_is = next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())

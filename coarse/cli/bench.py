@@ -1,4 +1,4 @@
-"""`coarse bench`: COARSE beside its peers, measured in the same run, and on the links of other machines."""
+"""`coarse bench`: compares COARSE with other systems in the same run, and on emulated links of other machines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from coarse.cli.arguments import file_to_write, folder_to_write, num_workers, seconds
 from coarse.settings import ALGORITHM_CHOICES, Settings, parse_bytes
 
-if TYPE_CHECKING:  # what these import is an extra, and slow: not for `coarse --help`
+if TYPE_CHECKING:  # these import an extra and are slow; `coarse --help` must not load them
     from rich.console import Console
 
     from coarse.bench.report import TextTable
@@ -36,7 +36,7 @@ Result = TypeVar("Result")
 
 def add_parser(subparsers: Any) -> None:
     """Adds the `bench` sub-command; its handlers return an exit code."""
-    bench = subparsers.add_parser("bench", help="measure COARSE beside its peers", description=__doc__)
+    bench = subparsers.add_parser("bench", help="compare COARSE with other systems", description=__doc__)
     benches = bench.add_subparsers(dest="bench", metavar="BENCH", required=True)
     _add_sync_parser(benches)
     _add_train_step_parser(benches)
@@ -49,8 +49,8 @@ def _add_sync_parser(benches: Any) -> None:
     parser = benches.add_parser(
         "sync",
         help="all-reduce of one tensor",
-        description="All-reduce of one tensor by size: COARSE with registered and unregistered buffers, its "
-        "peers, and the limit: an in-place reduction over shared memory by the same kernels without queues.",
+        description="Measures the all-reduce of one tensor by size: COARSE with registered and unregistered buffers, "
+        "other systems, and the limit: an in-place reduction over shared memory by the same kernels without queues.",
     )
     parser.set_defaults(handler=run_sync_command)
     parser.add_argument("--sizes", type=_sizes, default=_DEFAULT_SIZES, help="default: %(default)s")
@@ -59,13 +59,14 @@ def _add_sync_parser(benches: Any) -> None:
         "--algorithm",
         default="",
         choices=ALGORITHM_CHOICES,
-        help="of COARSE; default: $COARSE_ALGORITHM, or auto",
+        help="COARSE's algorithm; default: $COARSE_ALGORITHM, or auto",
     )
     parser.add_argument(
         "--memory-devices",
         default="",
         metavar="K",
-        help="how many COARSE has, or the memory of each: host,numa:2; default: $COARSE_MEMORY_DEVICES",
+        help="number of COARSE's memory devices, or the memory of each: host,numa:2; default: "
+        "$COARSE_MEMORY_DEVICES",
     )
     parser.add_argument(
         "--budget",
@@ -81,9 +82,10 @@ def _add_train_step_parser(benches: Any) -> None:
     parser = benches.add_parser(
         "train-step",
         help="a real training step",
-        description="A real model's training step under COARSE, torch DDP, and without any communication. DDP is "
-        "measured with gradients as bucket views (ddp), with one bucket, a static graph and no buffers broadcast "
-        "as well (ddp-tuned), and as it comes (ddp-default); ratios are to the fastest of those.",
+        description="Measures a real model's training step under COARSE, torch DDP, and without communication. DDP "
+        "is measured with gradients as bucket views (ddp), in addition with one bucket, a static graph and no "
+        "broadcast of buffers (ddp-tuned), and with its default settings (ddp-default); ratios are to the fastest "
+        "of these.",
     )
     parser.set_defaults(handler=run_train_step_command)
     parser.add_argument("--model", default="bert-base", choices=_MODELS)
@@ -95,10 +97,10 @@ def _add_train_step_parser(benches: Any) -> None:
         "--device",
         default="cpu",
         metavar="DEVICE",
-        help="of the models: cpu; cuda, where each worker has the GPU of its rank; cuda:N, which has all of them",
+        help="device of the models: cpu; cuda: each worker uses the GPU of its rank; cuda:N: all use this GPU",
     )
     parser.add_argument(
-        "--steps", type=int, default=0, metavar="N", help="steps per round; default: what the budget allows"
+        "--steps", type=int, default=0, metavar="N", help="steps per round; default: as many as fit the budget"
     )
     parser.add_argument(
         "--budget", type=seconds, default=20.0, metavar="S", help="seconds per system; default: %(default)s"
@@ -106,11 +108,11 @@ def _add_train_step_parser(benches: Any) -> None:
     parser.add_argument(
         "--offload-optimizer",
         action="store_true",
-        help="measure COARSE with the optimizer in its memory devices too: coarse-offload in optimizer.step(), "
-        "coarse-overlap during backward",
+        help="also measure COARSE with the optimizer in the memory devices: coarse-offload updates in "
+        "optimizer.step(), coarse-overlap during backward",
     )
     parser.add_argument(
-        "--single", action="store_true", help="one worker: what wrapping costs a single process"
+        "--single", action="store_true", help="one worker: measures the overhead of wrapping"
     )
     _add_common_arguments(parser, peers=_TRAIN_PEERS, default="ddp,ddp-tuned,none", rounds=4)
 
@@ -118,13 +120,13 @@ def _add_train_step_parser(benches: Any) -> None:
 def _add_replay_parser(benches: Any) -> None:
     parser = benches.add_parser(
         "replay",
-        help="a training step on another machine's links, its computation replaced by recorded times",
-        description="A training step on the emulated links of another machine. Workers and memory devices are real, "
-        "and so is every byte; only the computation between pushes is replaced by its recorded time.",
+        help="a training step on another machine's emulated links, with recorded computation times",
+        description="Replays a training step on the emulated links of another machine. Workers, memory devices and "
+        "all transferred bytes are real; only the computation between pushes is replaced by its recorded time.",
     )
     parser.set_defaults(handler=run_replay_command)
     parser.add_argument(
-        "--machine", required=True, metavar="NAME", help="whose links are emulated: a name or a TOML file"
+        "--machine", required=True, metavar="NAME", help="machine to emulate: a name or a TOML file"
     )
     parser.add_argument("--model", default="bert-large", choices=_TRACES)
     parser.add_argument(
@@ -136,10 +138,10 @@ def _add_replay_parser(benches: Any) -> None:
     )
     parser.add_argument("--time-dilation", type=float, default=10.0, metavar="X", help="default: %(default)s")
     parser.add_argument(
-        "--tflops", type=float, metavar="T", help="what a worker sustains; default: half of its GPU's peak"
+        "--tflops", type=float, metavar="T", help="1e12 operations/s of a worker; default: half its GPU's peak"
     )
     parser.add_argument(
-        "--no-compute", action="store_true", help="all gradients at once: the bandwidth of synchronisation"
+        "--no-compute", action="store_true", help="make all gradients ready at once: measures bandwidth"
     )
     parser.add_argument("--workers", type=num_workers, default=4, metavar="N", help="default: %(default)s")
     parser.add_argument("--memory-devices", type=int, default=0, metavar="K", help="default: one per worker")
@@ -151,12 +153,12 @@ def _add_replay_parser(benches: Any) -> None:
 def _add_checkpoint_parser(benches: Any) -> None:
     parser = benches.add_parser(
         "checkpoint",
-        help="what a save costs the training that goes on",
-        description="Saves of a real training loop, the first one and what comes behind the last one included: what "
-        "each adds to the time of all steps, the longest step, when the checkpoint is on the disk, and how much more "
-        "memory the kernel gives out (of the whole machine: nothing else should run); COARSE with the optimizer in "
-        "its memory devices (coarse) and on the workers (coarse-workers), torch.save, and async_save of "
-        "torch.distributed.checkpoint (dcp).",
+        help="the cost of checkpoints for running training",
+        description="Measures saves of a real training loop, including the first save and the steps after the last "
+        "one: the time that each save adds to all steps, the longest step, the time until the checkpoint is on the "
+        "disk, and the additional memory that the kernel allocates (on the whole machine, so nothing else should "
+        "run). Compares COARSE with the optimizer in its memory devices (coarse) and on the workers "
+        "(coarse-workers), torch.save, and async_save of torch.distributed.checkpoint (dcp).",
     )
     parser.set_defaults(handler=run_checkpoint_command)
     parser.add_argument("--model", default="bert-base", choices=_MODELS)
@@ -170,7 +172,7 @@ def _add_checkpoint_parser(benches: Any) -> None:
         type=int,
         default=40,
         metavar="N",
-        help="steps between two saves, and behind the last; default: %(default)s",
+        help="steps between two saves, and after the last one; default: %(default)s",
     )
     parser.add_argument(
         "--folder",
@@ -184,12 +186,12 @@ def _add_checkpoint_parser(benches: Any) -> None:
 def _add_memory_parser(benches: Any) -> None:
     parser = benches.add_parser(
         "memory",
-        help="what a whole training job takes, and the least that it trains in",
-        description="Peak of a memory control group of a whole training job, its start included, and the smallest "
-        "limit in which it trains: under COARSE with the optimizer on the workers (coarse), in its memory devices "
-        "(coarse-offload, coarse-overlap), torch DDP with gradients as bucket views (ddp) and as it comes "
-        "(ddp-default), ddp with ZeroRedundancyOptimizer (zero), and FSDP2 by blocks (fsdp). It needs to make "
-        "control groups, as root can.",
+        help="peak memory of a whole training job, and the smallest limit in which it trains",
+        description="Measures the peak of a memory control group with a whole training job, including its start, "
+        "and the smallest limit in which it trains. Compares COARSE with the optimizer on the workers (coarse) and "
+        "in its memory devices (coarse-offload, coarse-overlap), torch DDP with gradients as bucket views (ddp) and "
+        "with its default settings (ddp-default), ddp with ZeroRedundancyOptimizer (zero), and FSDP2 by blocks "
+        "(fsdp). Must be allowed to create control groups, as root is.",
     )
     parser.set_defaults(handler=run_memory_command)
     parser.add_argument("--model", default="bert-base", choices=_MODELS_OF_SIZE)
@@ -200,7 +202,7 @@ def _add_memory_parser(benches: Any) -> None:
         "--limits",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="also look for the smallest limit in which each system trains; default: yes, some minutes each",
+        help="also search the smallest limit in which each system trains; default: yes, some minutes each",
     )
     default = ",".join(peer for peer in _MEMORY_PEERS if peer != "ddp-default")
     _add_common_arguments(parser, peers=_MEMORY_PEERS, default=default, rounds=None)
@@ -209,13 +211,13 @@ def _add_memory_parser(benches: Any) -> None:
 def _add_common_arguments(
     parser: argparse.ArgumentParser, *, peers: tuple[str, ...], default: str, rounds: int | None
 ) -> None:
-    """Adds what most benchmarks take; `rounds` is the default of --rounds, None where systems take no turns."""
+    """Adds common options; `rounds` is the default of --rounds, None if systems take no turns."""
     parser.add_argument(
         "--against",
         type=_names_among(peers),
         default=default,
         metavar="PEERS",
-        help=f'of {", ".join(peers)}, separated by commas, or ""; default: %(default)s',
+        help=f'some of {", ".join(peers)}, separated by commas, or ""; default: %(default)s',
     )
     parser.add_argument("--workers", type=num_workers, default=2, metavar="N", help="default: %(default)s")
     if rounds is not None:
@@ -428,7 +430,7 @@ def run_memory_command(arguments: argparse.Namespace) -> int:
 
 
 def _installed(systems: Iterable[str]) -> tuple[str, ...]:
-    """Those of `systems` that can run here; says how to get the others."""
+    """The systems that can run on this machine; reports how to install the others."""
     from coarse.bench.systems import missing
 
     present = []
@@ -447,7 +449,7 @@ def _with_progress(work: Callable[[Callable[[str], None]], Result], num_steps: i
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    # Four refreshes a second cost nothing measurable, more would be seen in the workers' times.
+    # Four refreshes a second have no measurable cost; more would affect the workers' times.
     bar = Progress(*columns, console=Console(stderr=True), transient=True, refresh_per_second=4)
     with bar:
         task = bar.add_task("starting", total=num_steps)
@@ -462,7 +464,7 @@ def _with_progress(work: Callable[[Callable[[str], None]], Result], num_steps: i
 
 
 def _emulation() -> str:
-    """What is wrong with comparing emulated links; "" if there are none."""
+    """A warning against comparing figures of emulated links; "" if links are not emulated."""
     machine = Settings.from_environment().machine
     return machine and (
         f"COARSE_MACHINE={machine}: figures of emulated links do not compare with peers on this machine's; unset it"
@@ -484,9 +486,9 @@ def _publish(
     from coarse.bench.report import heading
 
     provenance = Provenance.here()
-    if json_path is not None:  # first: whoever reads the tables may stop reading
+    if json_path is not None:  # first, because the reader of the tables may close the pipe
         append_records(json_path, records, provenance, kind=kind)
-    # A table that is cut off is no record: lines longer than the terminal wrap there.
+    # Lines longer than the terminal wrap, because a truncated table would be useless as a record.
     console = Console(width=_TABLE_WIDTH)
     print(heading(provenance.machine, what, kind=kind))
     print(f"commit {provenance.commit}")

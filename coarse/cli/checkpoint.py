@@ -1,4 +1,4 @@
-"""`coarse checkpoint`: looks at checkpoints, checks, exports, pins and removes them."""
+"""`coarse checkpoint`: lists, shows, verifies, exports, pins and removes checkpoints."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from coarse.errors import CheckpointError, FolderClaimedError
 
-if TYPE_CHECKING:  # what these import is not for `coarse --help`
+if TYPE_CHECKING:  # `coarse --help` must not load these
     from coarse.checkpoint.catalogue import Listed
     from coarse.checkpoint.folder import Folder
     from coarse.checkpoint.names import CheckpointName
@@ -24,20 +24,20 @@ _FORMATS = ("safetensors", "torch", "dcp")
 def add_parser(subparsers: Any) -> None:
     """Adds `checkpoint` to the `coarse` command."""
     parser = subparsers.add_parser(
-        "checkpoint", help="look at checkpoints, check, export, pin and remove them", description=__doc__
+        "checkpoint", help="list, show, verify, export, pin and remove checkpoints", description=__doc__
     )
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
 
-    listing = _action(actions, "list", run_list, "all checkpoints of a folder")
-    show = _action(actions, "show", run_show, "what one checkpoint holds")
-    show.add_argument("--tensors", action="store_true", help="every tensor, too")
+    listing = _action(actions, "list", run_list, "list all checkpoints of a folder")
+    show = _action(actions, "show", run_show, "show the contents of a checkpoint")
+    show.add_argument("--tensors", action="store_true", help="also list every tensor")
     verify = _action(actions, "verify", run_verify, "read every byte and compare its checksums")
-    export = _action(actions, "export", run_export, "write a checkpoint in a format of others")
-    prune = _action(actions, "prune", run_prune, "remove all but the newest and the pinned ones")
-    pin = _action(actions, "pin", run_pin, "keep a checkpoint whatever its age")
+    export = _action(actions, "export", run_export, "write a checkpoint in another format")
+    prune = _action(actions, "prune", run_prune, "remove all except the newest and the pinned ones")
+    pin = _action(actions, "pin", run_pin, "keep a checkpoint regardless of its age")
 
     for action in (show, export):
-        _add_checkpoint(action, nargs="?", default=None, text="default: the newest that is whole")
+        _add_checkpoint(action, nargs="?", default=None, text="default: the newest complete one")
     verify.add_argument("checkpoints", nargs="*", metavar="CHECKPOINT", help="default: all")
     _add_checkpoint(pin, text="step-N, or N")
     export.add_argument("-o", "--output", type=Path, required=True, metavar="PATH", help="new file or folder")
@@ -48,18 +48,18 @@ def add_parser(subparsers: Any) -> None:
         help="safetensors: the model's state dict in one file; torch: a file for torch.load with model and "
         "optimizer; dcp: a folder for torch.distributed.checkpoint with both; default: %(default)s",
     )
-    prune.add_argument("--keep", type=int, required=True, metavar="K", help="how many of the newest stay")
-    prune.add_argument("--dry-run", action="store_true", help="only say what would go")
+    prune.add_argument("--keep", type=int, required=True, metavar="K", help="number of newest checkpoints to keep")
+    prune.add_argument("--dry-run", action="store_true", help="only print what would be removed")
     prune.add_argument(
-        "--unfinished", action="store_true", help="also what killed saves left; no job may be saving there"
+        "--unfinished", action="store_true", help="also remove files of killed saves; no job may be saving there"
     )
-    pin.add_argument("--undo", action="store_true", help="let it age again")
+    pin.add_argument("--undo", action="store_true", help="unpin the checkpoint")
     for action in (listing, show, verify, prune):
         action.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run_list(arguments: argparse.Namespace) -> int:
-    """Prints all checkpoints of a folder, and what is not whole with the reason; returns 0."""
+    """Prints all checkpoints of a folder, and incomplete ones with the reason; returns 0."""
     from coarse.checkpoint.catalogue import list_checkpoints, read_hint, unfinished_in
 
     with _open(arguments) as folder:
@@ -80,7 +80,7 @@ def run_list(arguments: argparse.Namespace) -> int:
 
 
 def run_show(arguments: argparse.Namespace) -> int:
-    """Prints what one checkpoint holds; returns 0."""
+    """Prints the contents of one checkpoint; returns 0."""
     with _open(arguments) as folder, _open_checkpoint(folder, arguments.checkpoint) as checkpoint:
         if arguments.json:
             print(_json(_details(checkpoint, with_tensors=arguments.tensors)))
@@ -93,7 +93,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
     """Reads every byte; returns 1 if one is wrong.
 
     Raises:
-        CheckpointError: If there is none.
+        CheckpointError: If there is no checkpoint.
     """
     from coarse.checkpoint.catalogue import names_of, open_verified
     from coarse.checkpoint.progress import SaveProgress
@@ -168,7 +168,7 @@ def run_prune(arguments: argparse.Namespace) -> int:
 
 
 def run_pin(arguments: argparse.Namespace) -> int:
-    """Pins a checkpoint, or takes that back; returns 0."""
+    """Pins or unpins a checkpoint; returns 0."""
     from coarse.checkpoint.catalogue import pin, unpin
 
     with _open(arguments) as folder:
@@ -178,7 +178,7 @@ def run_pin(arguments: argparse.Namespace) -> int:
 
 def _action(actions: Any, name: str, handler: Any, text: str) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = actions.add_parser(name, help=text)
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="of all checkpoints of a job")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder of a job's checkpoints")
     parser.set_defaults(handler=handler)
     return parser
 
@@ -307,7 +307,7 @@ def _print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str
     from rich.table import Table
 
     console = Console(highlight=False)
-    if not console.is_terminal:  # a table that is cut off is no record
+    if not console.is_terminal:  # avoids truncated tables in files
         console.width = _TABLE_WIDTH
     drawn = Table(title=escape(title), title_justify="left", box=box.SIMPLE_HEAD)
     for column in columns:

@@ -9,12 +9,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Adds the sub-command."""
     parser = subparsers.add_parser(
         "device",
-        help="run a memory device (sessions start theirs by themselves)",
-        description="Runs one memory device of a session. Sessions start these processes by themselves and hand "
-        "each its place in the job through an inherited descriptor.",
+        help="run a memory device (sessions start theirs automatically)",
+        description="Runs one memory device of a session. Sessions start these processes automatically and pass the "
+        "job description of each through an inherited descriptor.",
     )
     parser.add_argument(
-        "--job-fd", type=int, required=True, help="inherited descriptor that holds the device's job"
+        "--job-fd", type=int, required=True, help="inherited descriptor with the device's job"
     )
     parser.set_defaults(handler=_run)
 

@@ -1,4 +1,4 @@
-"""`coarse doctor`: what this machine offers to COARSE, what is missing, and how to get it."""
+"""`coarse doctor`: shows what COARSE can use on this machine, what is missing, and how to install it."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from coarse.machine.host import (
 from coarse.settings import Settings
 
 GOOD, NOTE, FAILED = "ok", "note", "failed"
-"""Status of a finding. Only a failed one makes the exit code 1; a note is something that can be improved."""
+"""Status of a finding. Only a failed finding causes exit code 1; a note suggests an improvement."""
 
 _MARKS = {GOOD: "[green]ok[/]", NOTE: "[yellow]note[/]", FAILED: "[bold red]failed[/]"}
 _NATIVE_MODULE = "coarse.kernels._native"
 _NCCL_MODULE = "coarse.kernels.nccl"
 _CUDA_MODULE = "coarse.proxy.memory.cuda"
 _TOOL_LIMIT_S = 10
-_GPUS_LIMIT_S = 120  # of GPUs that nothing else keeps awake each takes seconds, and its context some more
+_GPUS_LIMIT_S = 120  # each sleeping GPU takes seconds to wake up, and its context takes more
 _ENOUGH_FILES = 4096
 _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -48,11 +48,11 @@ class Finding:
     """One line of the table.
 
     Args:
-        topic: Heading it stands under.
-        name: What was looked at.
-        value: What was found.
+        topic: Heading of the table section.
+        name: The checked item.
+        value: The result.
         status: GOOD, NOTE or FAILED.
-        advice: What to do about it; "" if there is nothing to do.
+        advice: Recommended action; "" if none.
     """
 
     topic: str
@@ -66,16 +66,16 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Adds `doctor` to the `coarse` command."""
     parser = subparsers.add_parser(
         "doctor",
-        help="show what this machine offers, what is missing and how to get it",
-        description="Looks at versions, cores, memory, devices and limits, and tries a two-worker sync. "
-        "Exit code 1 if something essential fails.",
+        help="show what COARSE can use on this machine, what is missing and how to install it",
+        description="Checks versions, cores, memory, devices and limits, and tries a two-worker sync. "
+        "Exit code 1 if an essential check fails.",
     )
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     parser.set_defaults(handler=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Examines this machine and prints the findings; returns 1 if something essential fails, else 0."""
+    """Examines this machine and prints the findings; returns 1 if an essential check fails, otherwise 0."""
     host = read_host()
     findings = examine(host)
     if arguments.json:
@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def is_healthy(findings: Sequence[Finding]) -> bool:
-    """Whether nothing essential fails."""
+    """Whether no finding failed."""
     return all(finding.status != FAILED for finding in findings)
 
 
@@ -109,7 +109,7 @@ def examine(host: Host) -> list[Finding]:
 
 
 def as_json(host: Host, findings: Sequence[Finding]) -> str:
-    """Returns one JSON object: coarse (version), ok, findings, and host, the facts behind them."""
+    """Returns one JSON object: coarse (version), ok, findings, and host (the examined data)."""
     record = {
         "coarse": __version__,
         "ok": is_healthy(findings),
@@ -192,12 +192,12 @@ def _open_mpi(topic: str) -> Finding:
 
 
 def _first_line(*command: str, limit_s: float = _TOOL_LIMIT_S) -> str:
-    """Returns the first line that a tool prints; "" if it is not there or does not work."""
+    """Returns the first line of a tool's output; "" if the tool is missing or fails."""
     return _ask(*command, limit_s=limit_s)[0]
 
 
 def _ask(*command: str, limit_s: float = _TOOL_LIMIT_S) -> tuple[str, str]:
-    """Returns the first line that a tool prints, or "" and why there is none."""
+    """Returns the first line of a tool's output, or "" and the reason why there is none."""
     program = shutil.which(command[0])
     if program is None:
         return "", f"{command[0]} is not there"
@@ -217,7 +217,7 @@ def _ask(*command: str, limit_s: float = _TOOL_LIMIT_S) -> tuple[str, str]:
 
 
 def cpu_findings(cpu: Cpu) -> list[Finding]:
-    """Cores, share of them, instruction sets."""
+    """Cores, the usable share of them, and instruction sets."""
     topic = "cores"
     quota = "no quota" if cpu.quota_cores is None else f"{cpu.quota_cores:g} by cgroup quota"
     share = f"{cpu.num_cores} online, {cpu.num_cores_allowed} by affinity, {quota}"
@@ -250,7 +250,7 @@ def memory_findings(memory: Memory) -> list[Finding]:
 
 
 def settings_findings(memory: Memory) -> list[Finding]:
-    """What COARSE_* variables say that this machine makes something of, or what is wrong with them."""
+    """COARSE_* variables that are relevant on this machine, and errors in them."""
     try:
         settings = Settings.from_environment()
     except SettingsError as error:
@@ -260,7 +260,7 @@ def settings_findings(memory: Memory) -> list[Finding]:
 
 
 def pool_finding(memory: Memory, settings: Settings) -> Finding:
-    """The limit of old versions while a checkpoint is written (choose_pool_limit() of proxy.snapshots)."""
+    """The limit for old versions while a checkpoint is written (choose_pool_limit() of proxy.snapshots)."""
     variable = "COARSE_SNAPSHOT_POOL_BYTES"
     available = memory.available_bytes
     if memory.cgroup_limit_bytes is not None:
@@ -301,7 +301,7 @@ def _transparent_pages(topic: str, memory: Memory) -> Finding:
 
 
 def numa_findings(nodes: Sequence[NumaNode]) -> list[Finding]:
-    """One finding for each NUMA node; memory without cores is named as possible CXL memory."""
+    """One finding for each NUMA node; memory without cores is reported as possible CXL memory."""
     if not nodes:
         return [Finding(topic="NUMA", name="nodes", value="none reported")]
     return [Finding(topic="NUMA", name=f"node {node.node}", value=_numa_node(node)) for node in nodes]
@@ -315,7 +315,7 @@ def _numa_node(node: NumaNode) -> str:
 
 
 def describe_access(access: MemoryAccess) -> list[str]:
-    """What the firmware says of a node's memory, as far as it says anything: reads, writes."""
+    """The firmware's figures for reads and writes of a node's memory, if available."""
     found = []
     for name, latency_ns, gbytes_per_s in (
         ("reads", access.read_latency_ns, access.read_gbytes_per_s),
@@ -331,13 +331,13 @@ def describe_access(access: MemoryAccess) -> list[str]:
 def device_findings(
     dax_devices: Sequence[DaxDevice], gpus: Sequence[Gpu], gpus_note: str = "", *, has_cuda: bool = False
 ) -> list[Finding]:
-    """DAX devices and GPUs; having none is no fault.
+    """DAX devices and GPUs; a machine without them is not an error.
 
     Args:
-        dax_devices: All of them.
-        gpus: Those that NVML shows.
-        gpus_note: Why there are no others; "" if these are all.
-        has_cuda: Whether CUDA finds some here.
+        dax_devices: All DAX devices.
+        gpus: GPUs that NVML reports.
+        gpus_note: Why `gpus` may be incomplete; "" if it is complete.
+        has_cuda: Whether CUDA finds GPUs on this machine.
     """
     topic = "devices"
     dax = [Finding(topic=topic, name=device.name, value=_dax_device(device)) for device in dax_devices]
@@ -369,9 +369,9 @@ def _gpus_not_seen(num_seen: int, note: str, has_cuda: bool) -> list[Finding]:
 
 
 def cuda_findings() -> list[Finding]:
-    """GPUs as CUDA numbers them, and whether they can be memory devices, by trial; nothing without CUDA.
+    """GPUs in CUDA's order, and a trial whether they can be memory devices; empty without CUDA.
 
-    Starts a process, which alone has contexts on them.
+    Starts a separate process, so that this one has no contexts on the GPUs.
     """
     # As _native_module(), which this needs.
     code = f"import json; from {_CUDA_MODULE} import describe_gpus; print(json.dumps(describe_gpus()))"
@@ -386,7 +386,7 @@ def cuda_findings() -> list[Finding]:
 
 
 def nccl_findings(gpus: Sequence[Gpu]) -> list[Finding]:
-    """NCCL, which reduces between GPUs: nothing where it is neither there nor needed. Starts a process."""
+    """NCCL, which reduces between GPUs; empty if it is neither installed nor needed. Starts a process."""
     topic, name = "devices", "NCCL"
     # As _native_module(), which this needs.
     code = f"from {_NCCL_MODULE} import describe, find_nccl; print(describe(find_nccl()))"
@@ -400,7 +400,7 @@ def nccl_findings(gpus: Sequence[Gpu]) -> list[Finding]:
 
 
 def transfer_findings(settings: Settings) -> list[Finding]:
-    """Whether gradients on a GPU are copied by the processor; nothing where nobody has said so."""
+    """Whether the processor copies gradients of GPUs; empty unless a setting requests it."""
     variable = "COARSE_GPU_TRANSFERS"
     if settings.gpu_transfers != "off":
         return []
@@ -458,7 +458,7 @@ def _runtime() -> list[Finding]:
 
 
 def _native_module() -> Finding:
-    """Loads the native module in a process of its own: a wrong instruction set would take this one along."""
+    """Loads the native module in a separate process, because a wrong instruction set would crash this one."""
     topic, name = "runtime", "native module"
     command = [sys.executable, "-c", f"import {_NATIVE_MODULE}"]
     done = subprocess.run(command, capture_output=True, env=own_process_environment())
@@ -484,6 +484,6 @@ def _two_worker_sync(topic: str) -> Finding:
 
 
 def format_bytes(nbytes: int) -> str:
-    """Returns a size in the largest binary unit that leaves at least 1, such as "23.5 GiB"."""
+    """Returns a size in the largest binary unit in which it is at least 1, such as "23.5 GiB"."""
     exponent = min(max(nbytes.bit_length() - 1, 0) // 10, len(_BYTE_UNITS) - 1)
     return f"{nbytes / 1024**exponent:.4g} {_BYTE_UNITS[exponent]}"

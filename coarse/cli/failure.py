@@ -1,4 +1,4 @@
-"""Which worker failed first, and what it said last."""
+"""Finds the worker that failed first, and its last error."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _CHAIN_LINKS = (
 )
 _FOLLOWS_ANOTHER = re.compile(
     r"^(?:[\w.]+\.)?WorkerLostError\b"
-    r"|\bWorkerLostError: "  # within an error of TensorFlow's
+    r"|\bWorkerLostError: "  # within an error of TensorFlow
     rf"|{re.escape(FOLLOW_UP)}"
-    r"|^(?:[\w.]+\.)?DistNetworkError\b"  # torch's: the store of worker 0 is gone
-    r"|^RuntimeError: .*Connection (?:closed|reset) by peer"  # Gloo's: a worker is gone
-    r"|: rank \d+ (?:died|has left the group|cannot be reached any more)",  # of the backend "coarse"
+    r"|^(?:[\w.]+\.)?DistNetworkError\b"  # torch's error if the store of worker 0 is gone
+    r"|^RuntimeError: .*Connection (?:closed|reset) by peer"  # Gloo's error if a worker is gone
+    r"|: rank \d+ (?:died|has left the group|cannot be reached any more)",  # from the backend "coarse"
     re.MULTILINE,
 )
 _LINES_WITHOUT_TRACEBACK = 10
@@ -33,12 +33,12 @@ class WorkerExit:
 
     Args:
         rank: Rank of the worker.
-        pid: Its process id while it lived.
+        pid: Its former process id.
         returncode: Exit code, or minus the signal that killed it.
-        stderr_tail: The last of its stderr; empty if it was not captured.
-        was_stopped: Whether the launcher had told it to stop before it ended.
-        evidence: What speaks for a reason for which it was killed; "" if nothing does.
-        failed_s: When its last error was seen: its traceback, or else its end; in seconds of any clock.
+        stderr_tail: The end of its stderr; empty if stderr was not captured.
+        was_stopped: Whether the launcher had stopped it before it ended.
+        evidence: Evidence for the reason why it was killed; "" if there is none.
+        failed_s: Time of its last traceback, or of its end if it has none; in seconds of any clock.
     """
 
     rank: int
@@ -51,15 +51,15 @@ class WorkerExit:
 
     @property
     def exit_code(self) -> int:
-        """As a shell reports it: 128 + signal for a death by signal."""
+        """The exit code in a shell: 128 + signal if a signal killed it."""
         return self.returncode if self.returncode >= 0 else 128 - self.returncode
 
     @property
     def remoteness(self) -> int:
-        """How far this end is from being the cause of all; among equals the earlier counts.
+        """Rank of this exit as a possible root cause, the most likely first; among equal ranks the earlier counts.
 
-        0: failed by itself. 1: reported an error of its own when it was told to stop. 2: reports an error that
-        follows from another worker's. 3: was told to stop.
+        0: failed by itself. 1: reported its own error when the launcher stopped it. 2: reported an error that follows
+        from another worker's. 3: was stopped by the launcher.
         """
         if self.was_stopped:
             return 1 if reports_own_error(self.stderr_tail) else 3
@@ -75,7 +75,7 @@ class WorkerExit:
 
 
 def signal_name(number: int) -> str:
-    """Returns a name such as SIGKILL, also for signals that Python has no name for."""
+    """Returns a name such as SIGKILL, also for signals without a name in Python."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -83,30 +83,30 @@ def signal_name(number: int) -> str:
 
 
 def first_failure(exits: Sequence[WorkerExit]) -> WorkerExit | None:
-    """Returns the failure that the others follow from, or None if no worker failed.
+    """Returns the failure that caused the others, or None if no worker failed.
 
     It is the earliest of those with the least remoteness.
 
     Args:
-        exits: In the order in which the workers ended.
+        exits: Exits in the order in which the workers ended.
     """
     failures = [ended for ended in exits if ended.returncode != 0]
     return min(failures, key=lambda ended: (ended.remoteness, ended.failed_s), default=None)
 
 
 def report(failure: WorkerExit, exits: Sequence[WorkerExit] = ()) -> str:
-    """Returns what to print last: one line, then the last error of the worker's stderr, if there is any.
+    """Returns the final message: one line, then the last error in the worker's stderr, if any.
 
     Args:
-        failure: The one that the others follow from.
-        exits: Of all workers; those that failed too are named.
+        failure: The failure that caused the others.
+        exits: Exits of all workers; the message names others that failed.
     """
     last_words = last_traceback(failure.stderr_tail) or _last_lines(failure.stderr_tail)
     return f"{failure}{_others(failure, exits)}\n{last_words}"
 
 
 def _others(failure: WorkerExit, exits: Sequence[WorkerExit]) -> str:
-    """Which other workers failed, and whether because of this failure."""
+    """The other failed workers, and whether this failure caused theirs."""
     others = [ended for ended in exits if ended is not failure and ended.returncode != 0]
     kinds = ((0, 1), "failed too"), ((2,), "failed because of that")
     found = [
@@ -118,15 +118,15 @@ def _others(failure: WorkerExit, exits: Sequence[WorkerExit]) -> str:
 
 
 def reports_own_error(stderr_tail: str) -> bool:
-    """Whether there is a traceback that does not follow from another worker's failure."""
+    """Whether there is a traceback that another worker's failure did not cause."""
     last_words = last_traceback(stderr_tail)
     return bool(last_words) and not _FOLLOWS_ANOTHER.search(last_words)
 
 
 def last_traceback(stderr_tail: str) -> str:
-    """Returns the end of `stderr_tail` from its last traceback on, with the exceptions it was chained to.
+    """Returns the end of `stderr_tail` from its last traceback on, with its chained exceptions.
 
-    Empty if there is none.
+    Empty if there is no traceback.
     """
     lines = stderr_tail.splitlines(keepends=True)
     headers = [index for index, line in enumerate(lines) if _TRACEBACK in line]

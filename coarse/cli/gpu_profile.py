@@ -1,4 +1,4 @@
-"""`coarse profile --gpus`: where the GPUs of this machine sit, and what their links carry."""
+"""`coarse profile --gpus`: the topology of this machine's GPUs, and the bandwidth of their links."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # slow to import: not for `coarse --help`
+if TYPE_CHECKING:  # slow to import; `coarse --help` must not load these
     from coarse.machine.gpu_topology import GpuTopology
     from coarse.profiler.gpu_links import GpuLinks, GpuPath
 
@@ -16,7 +16,7 @@ _EXIT_FAILED = 1
 
 
 def run(json_file: Path | None) -> int:
-    """Measures, prints, and writes the figures to `json_file`; returns an exit code."""
+    """Measures the links, prints the figures and writes them to `json_file`; returns an exit code."""
     from coarse.errors import CoarseError
     from coarse.kernels import _native
     from coarse.machine.gpu_topology import is_nvlink_disabled, read_gpu_topology
@@ -49,10 +49,10 @@ def run(json_file: Path | None) -> int:
 
 
 def print_topology(topology: GpuTopology, uuids: list[str]) -> None:
-    """Prints where GPUs sit, in CUDA's order.
+    """Prints the GPU topology, in CUDA's order.
 
     Raises:
-        ValueError: If NVML does not know one of them.
+        ValueError: If NVML does not report one of the GPUs.
     """
     from coarse.cli.plan import print_table
 

@@ -1,4 +1,4 @@
-"""The job behind `coarse profile`: workers that measure the links between each other and their memory devices."""
+"""The job behind `coarse profile`: workers that measure links between them and the memory devices."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ Progress = Callable[[float], None]
 
 
 class MeasurementError(CoarseError):
-    """The workers that were to measure failed; the message holds the last words of the first one."""
+    """The measuring workers failed; the message has the last output of the first one."""
 
 
 class RefusedError(CoarseError):
-    """There cannot be such memory devices here; the message says why."""
+    """The requested memory devices are not possible on this machine; the message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasurementJob:
-    """What to start.
+    """The measuring job to start.
 
     Args:
         num_workers: Workers, at least 2.
-        flags: Of `coarse run`, for the session.
-        budget_s: How long measuring may take.
+        flags: Flags of `coarse run`, for the session.
+        budget_s: Time limit for measuring, in seconds.
     """
 
     num_workers: int
@@ -57,14 +57,14 @@ class MeasurementJob:
     budget_s: float
 
     def run(self, progress: Progress) -> Profile:
-        """Starts the workers by `coarse run` and returns what they measured.
+        """Starts the workers by `coarse run` and returns their measurements.
 
         Args:
-            progress: Called now and then with the part that is done, from 0 to 1.
+            progress: Called periodically with the completed fraction, from 0 to 1.
 
         Raises:
-            RefusedError: If `coarse run` starts nothing.
-            MeasurementError: If a worker fails. No process is left then.
+            RefusedError: If `coarse run` refuses to start the job.
+            MeasurementError: If a worker fails. No process remains.
             ProfileError: If the result cannot be read.
         """
         from coarse.profiler.profile import Profile
@@ -121,7 +121,7 @@ def _last_words(stderr: str) -> str:
 
 
 def work(folder: str, budget_s: float) -> None:
-    """What each worker does: joins, measures in its turn; the first one writes the result."""
+    """The work of each worker: joins and measures in its turn; the first worker writes the result."""
     from coarse.session import Session
     from coarse.tuning.measure import MeasurePlan, measure_profile
 

@@ -1,4 +1,4 @@
-"""`coarse machine`: machines that COARSE can pretend to run on, and the machine at hand."""
+"""`coarse machine`: shows the machines that COARSE can emulate, and this machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from coarse.machine.catalogue import load_machine, machine_names
 from coarse.machine.partition_table import PartitionTable, partition_table_names
 from coarse.machine.profile import GPUS, KINDS, Figure, Machine
 
-if TYPE_CHECKING:  # slow to import: not for `coarse --help`
+if TYPE_CHECKING:  # slow to import; `coarse --help` must not load these
     from coarse.machine.host import Host
 
 _EXIT_WRONG_FILE, _EXIT_USAGE = 1, 2
@@ -28,19 +28,19 @@ Row = tuple[str, ...]
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds `machine` to the `coarse` command."""
     parser = subparsers.add_parser(
-        "machine", help="machines to emulate, and the one at hand", description=__doc__
+        "machine", help="show machines to emulate, and this machine", description=__doc__
     )
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    listing = actions.add_parser("list", help="names of the machines that come with COARSE")
+    listing = actions.add_parser("list", help="list the machines included in COARSE")
     listing.set_defaults(handler=run_list)
-    show = actions.add_parser("show", help="every figure of a machine, with its source and kind")
+    show = actions.add_parser("show", help="show every figure of a machine, with its source and kind")
     which = show.add_mutually_exclusive_group(required=True)
     which.add_argument(
-        "name", nargs="?", metavar="NAME", help="of `coarse machine list`, or a path to a TOML file"
+        "name", nargs="?", metavar="NAME", help="a name from `coarse machine list`, or a path to a TOML file"
     )
-    which.add_argument("--here", action="store_true", help="the machine at hand: cores, memory, devices")
+    which.add_argument("--here", action="store_true", help="show this machine: cores, memory, devices")
     show.set_defaults(handler=run_show)
-    check = actions.add_parser("check", help="whether a file describes a machine or a partition table")
+    check = actions.add_parser("check", help="check whether a file describes a machine or a partition table")
     check.add_argument("file", type=Path, metavar="FILE")
     check.set_defaults(handler=run_check)
     for action in (listing, show, check):
@@ -60,7 +60,7 @@ def run_list(arguments: argparse.Namespace) -> int:
 
 
 def run_show(arguments: argparse.Namespace) -> int:
-    """Prints one machine, or the one at hand; returns 2 if there is no such machine."""
+    """Prints one machine, or this machine; returns 2 if the name is unknown."""
     if arguments.here:
         from rich.markup import escape
 
@@ -85,7 +85,7 @@ def run_show(arguments: argparse.Namespace) -> int:
 
 
 def run_check(arguments: argparse.Namespace) -> int:
-    """Checks a file; returns 1, and says where it is wrong, if it is."""
+    """Checks a file; if it is wrong, prints the place and returns 1."""
     try:
         found = check_file(arguments.file)
     except ValueError as error:
@@ -102,10 +102,10 @@ def run_check(arguments: argparse.Namespace) -> int:
 
 
 def check_file(path: Path) -> str:
-    """What a file describes, in words.
+    """A description of a file's content.
 
     Raises:
-        ValueError: If it describes neither a machine nor a partition table; the message names file and line.
+        ValueError: If the file describes neither a machine nor a partition table; the message names file and line.
     """
     from coarse.machine.profile_file import read_machine
     from coarse.machine.toml_lines import read_toml
@@ -128,7 +128,7 @@ def machine_summary(machine: Machine) -> dict[str, Any]:
 
 
 def figure_rows(machine: Machine) -> Iterator[tuple[str, str, Figure]]:
-    """All figures of a machine: what they belong to, what they say with their unit, and themselves."""
+    """All figures of a machine: owner, text with unit, and the figure."""
     for link in machine.links:
         where = f"link {link.name} ({link.scope})"
         yield from _bandwidth_rows(where, link.gbytes_per_s, link.duplex_gbytes_per_s, link.read_gbytes_per_s)
@@ -154,7 +154,7 @@ def _bandwidth_rows(
 
 
 def host_rows(host: Host) -> Iterator[Row]:
-    """What `coarse machine show --here` prints: cores, memory, NUMA nodes, DAX devices, GPUs."""
+    """The rows of `coarse machine show --here`: cores, memory, NUMA nodes, DAX devices, GPUs."""
     cpu, memory = host.cpu, host.memory
     yield "processor", cpu.model or "unknown"
     yield "cores", f"{cpu.num_cores}, of which {cpu.num_cores_granted} for this process"
@@ -219,7 +219,7 @@ def _print_table(title: str, columns: Row, rows: Sequence[Row]) -> None:
     from rich.table import Table
 
     console = Console(highlight=False)
-    if not console.is_terminal:  # a table that is cut off is no record
+    if not console.is_terminal:  # avoids truncated tables in files
         console.width = _TABLE_WIDTH
     drawn = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD)
     for column in columns:

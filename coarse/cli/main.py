@@ -1,8 +1,8 @@
-"""Entry point of the `coarse` command: finds the sub-command and hands over to its module.
+"""Entry point of the `coarse` command: finds the sub-command and calls its module.
 
-A sub-command's module offers `add_parser(subparsers)`. It adds one parser, and sets that parser's default
-`handler` to a function that takes the parsed arguments and returns the exit code; and `extra` to the one of COARSE's
-extras that brings what it imports, if it needs one.
+A sub-command's module has a function `add_parser(subparsers)`, which adds one parser. The parser's default `handler`
+is a function that takes the parsed arguments and returns the exit code. If the module imports packages of one of
+COARSE's extras, the parser's default `extra` names it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _EXIT_NOBODY_READS = 128 + signal.SIGPIPE
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """An ArgumentParser that reports a wrong command line in one line, with exit code 2."""
+    """An ArgumentParser that reports usage errors in one line, with exit code 2."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (see `{self.prog} --help`)\n")
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command line and returns its exit code; usage errors, --help and --version raise SystemExit.
 
     Args:
-        argv: Arguments without the program's name; those of this process by default.
+        argv: Arguments without the program's name; default: those of this process.
     """
     _open_standard_streams()
     argv = sys.argv[1:] if argv is None else list(argv)
@@ -90,10 +90,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class ToldToEnd(KeyboardInterrupt):
-    """Another signal than Ctrl-C's has told the command to end.
+    """A signal other than Ctrl-C's has ended the command.
 
     Args:
-        number: Which.
+        number: The signal.
     """
 
     def __init__(self, number: int) -> None:
@@ -103,9 +103,9 @@ class ToldToEnd(KeyboardInterrupt):
 
 @contextlib.contextmanager
 def told_to_end_as_by_ctrl_c() -> Iterator[None]:
-    """Within this context SIGTERM and SIGHUP raise ToldToEnd, so that what was begun is cleaned up.
+    """Makes SIGTERM and SIGHUP raise ToldToEnd within the context, so that unfinished work is cleaned up.
 
-    Unless they are ignored, or this is not the main thread.
+    Has no effect on ignored signals, or outside of the main thread.
     """
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -135,7 +135,7 @@ def build_parser(commands: Sequence[str]) -> argparse.ArgumentParser:
 
 
 def _open_standard_streams() -> None:
-    """Opens those that the shell has closed (`>&-`), lest other files and sockets get their numbers."""
+    """Opens standard streams that the shell has closed (`>&-`), so that no other file gets their numbers."""
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         if getattr(sys, name) is None:
             _lead_nowhere(number)
@@ -143,7 +143,7 @@ def _open_standard_streams() -> None:
 
 
 def _nobody_reads_output() -> bool:
-    """Whether standard output is a pipe that was closed at its other end; then nothing more goes there."""
+    """Whether standard output is a pipe whose reader has closed it; output is then discarded."""
     poll = select.poll()
     poll.register(sys.stdout, 0)
     if not any(events & select.POLLERR for _, events in poll.poll(0)):
@@ -153,7 +153,7 @@ def _nobody_reads_output() -> bool:
 
 
 def _flush_or_discard_output() -> None:
-    """Writes what is still to be written; where that fails, the interpreter would try again at its end."""
+    """Flushes output; discards it on failure, because the interpreter would try again at exit."""
     try:
         sys.stdout.flush()
     except OSError:

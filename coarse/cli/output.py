@@ -1,10 +1,10 @@
-"""What workers print: cut into lines, marked with the worker, laid out so that progress bars stay readable.
+"""Prints the workers' output: splits it into lines, marks them with the worker, and keeps progress bars readable.
 
     pipe ──► Channel ──► LineSplitter ──► Console ──► stdout or stderr of the launcher
-                │                            └ Screen: which progress bar the cursor stands behind
+                │                            └ Screen: the progress bar before the cursor
                 └──► log file, Tail
 
-Everything here works on bytes: a worker may print any encoding, or none. One thread only.
+All classes work on bytes, because a worker may print any encoding, or none. One thread only.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _LINE_END = re.compile(rb"(?<=\n)|(?<=\r)(?=[^\n])")
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Something to show at once.
+    """A piece of output to show at once.
 
     Args:
-        text: A whole line with its end, or the present state of a progress bar without one.
-        is_update: Whether the cursor stays behind `text`, because the worker is going to overwrite it.
+        text: A whole line with its line end, or the current state of a progress bar without one.
+        is_update: Whether the cursor stays behind `text`, because the worker will overwrite it.
     """
 
     text: bytes
@@ -37,11 +37,11 @@ class Piece:
 
 
 class LineSplitter:
-    """Cuts a byte stream into whole lines, and into updates where a carriage return begins or ends one.
+    """Splits a byte stream into whole lines, and into updates that begin or end with a carriage return.
 
-    Guarantees: a line comes as one piece, however the stream was cut into reads, and nothing is lost but the
-    carriage returns around updates. A line beyond 1 MiB is cut. An incomplete line waits for its end, or for
-    finish(), unless it is an update.
+    Guarantees: a line is one piece, regardless of the sizes of reads, and only the carriage returns around updates
+    are lost. A line beyond 1 MiB is cut. An incomplete line is held until its end or finish(), unless it is an
+    update.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class LineSplitter:
         self._shown = b""
 
     def feed(self, data: bytes) -> Iterator[Piece]:
-        """Takes what was read and yields what has to be shown now."""
+        """Takes the next bytes and yields the pieces to show now."""
         *finished, self._pending = _LINE_END.split(self._pending + data)
         for text in finished:
             yield from self._finished(text)
@@ -60,7 +60,7 @@ class LineSplitter:
             yield from self._update(self._pending)
 
     def finish(self) -> Iterator[Piece]:
-        """Yields what waits for its end, as a line."""
+        """Yields a held incomplete line."""
         text, self._pending = self._pending, b""
         if text:
             yield from self._finished(text + b"\n")
@@ -82,10 +82,10 @@ class LineSplitter:
 
 
 class StartupNotes:
-    """What TensorFlow prints when loaded, before it looks at TF_CPP_MIN_LOG_LEVEL, and by each of its two libraries.
+    """Notes that TensorFlow prints when loaded, from each of its two libraries, before it reads TF_CPP_MIN_LOG_LEVEL.
 
     Args:
-        is_shown: Whether each is shown, once; else none is.
+        is_shown: Whether each note is shown once; otherwise none is shown.
     """
 
     _NOTE = re.compile(
@@ -98,7 +98,7 @@ class StartupNotes:
         self._seen: set[bytes] = set()
 
     def hides(self, line: bytes) -> bool:
-        """Whether a line is such a note, and not to be shown."""
+        """Whether a line is such a note and must be hidden."""
         note = self._NOTE.fullmatch(line)
         if note is None:
             return False
@@ -112,17 +112,17 @@ class Tail:
     """The last bytes of a stream.
 
     Args:
-        limit_bytes: How many to keep.
+        limit_bytes: Number of bytes to keep.
     """
 
     def __init__(self, limit_bytes: int = 64 * 1024) -> None:
         self._limit_bytes = limit_bytes
         self._kept = b""
         self.traceback_s: float | None = None
-        """When the last traceback began, in seconds of the monotonic clock; None if there was none."""
+        """Start of the last traceback, in seconds of the monotonic clock; None if there was none."""
 
     def feed(self, data: bytes) -> None:
-        """Appends `data`, forgetting the oldest bytes beyond the limit."""
+        """Appends `data` and drops the oldest bytes beyond the limit."""
         seam = self._kept[1 - len(TRACEBACK_HEADER) :] if self._kept else b""
         if TRACEBACK_HEADER in seam + data:
             self.traceback_s = time.monotonic()
@@ -130,25 +130,25 @@ class Tail:
 
     @property
     def text(self) -> str:
-        """What is kept, undecodable bytes replaced."""
+        """The kept text, with undecodable bytes replaced."""
         return self._kept.decode(errors="replace")
 
 
 @dataclass(slots=True)
 class Screen:
-    """Where the cursor of an output stands: behind a progress bar of `owner`, or at a line's start."""
+    """Position of an output's cursor: behind a progress bar of `owner`, or at the start of a line."""
 
     owner: object = None
 
 
 @dataclass(slots=True)
 class Console:
-    """One output of the launcher. Two of them share a Screen where both are the same terminal.
+    """One output of the launcher. Two consoles share a Screen if both are the same terminal.
 
     Args:
-        fd: Where to write; may block.
+        fd: Descriptor to write to; may block.
         screen: Position of the cursor.
-        is_terminal: Whether a foreign progress bar may be erased; its worker's next update draws it again.
+        is_terminal: Whether another worker's progress bar may be erased; its next update draws it again.
     """
 
     fd: int
@@ -171,13 +171,13 @@ class Console:
         """Writes all of `data`.
 
         Raises:
-            OSError: If nobody reads any more (EPIPE), or the device fails.
+            OSError: If the reader is gone (EPIPE), or the device fails.
         """
         view = memoryview(data)
         while view:
             try:
                 view = view[os.write(self.fd, view) :]
-            except BlockingIOError:  # whoever shares this terminal made it non-blocking
+            except BlockingIOError:  # another process that shares this terminal made it non-blocking
                 select.select([], [self.fd], [])
 
 
@@ -194,17 +194,17 @@ def open_consoles() -> tuple[Console, Console]:
 
 @dataclass(slots=True, eq=False)
 class Channel:
-    """One output stream of one worker, from its pipe to wherever it goes.
+    """One output stream of one worker, from its pipe to its destinations.
 
     Args:
-        fd: Read end of the pipe, not blocking. Owned: closed by close().
-        prefix: Put before each line.
-        console: None where the stream goes to the log only.
-        log_fd: Gets the bytes as they are; None for no log. Not owned.
-        tail: Remembers the last bytes; None where nobody will ask.
-        instead: Where a stream that goes to the log only goes on if the log cannot be written any more.
-        notes: Which lines the console leaves out; None for none.
-        on_unread: Told why, when the console cannot be written any more and there is no log.
+        fd: Read end of the pipe, non-blocking. Owned: closed by close().
+        prefix: Printed before each line.
+        console: Console; None if the stream goes only to the log.
+        log_fd: Receives the unchanged bytes; None for no log. Not owned.
+        tail: Keeps the last bytes; None if they are not needed.
+        instead: Replacement for the log of a stream without a console, if the log can no longer be written.
+        notes: Lines that the console omits; None for none.
+        on_unread: Called with the error when the console can no longer be written and there is no log.
     """
 
     fd: int
@@ -219,10 +219,10 @@ class Channel:
     _splitter: LineSplitter = field(default_factory=LineSplitter)
 
     def pump(self) -> bool:
-        """Passes on what the pipe holds, up to 64 KiB; returns False once it holds nothing or has ended.
+        """Forwards up to 64 KiB from the pipe; returns False once the pipe is empty or has ended.
 
-        Closes itself at the end of the stream. Once nobody reads the console and there is no log, what comes is
-        dropped until the worker has ended: errors of its own about that would hide why it ends.
+        Closes itself at the end of the stream. If the console has no reader and there is no log, output is dropped
+        until the worker has ended. Otherwise the worker's errors about closed output would hide why it ends.
         """
         try:
             data = os.read(self.fd, _READ_BYTES)

@@ -1,4 +1,4 @@
-"""`coarse plan`: routes, shard size and dual synchronisation that follow from a profile, and why."""
+"""`coarse plan`: plans routes, shard size and dual synchronisation from a profile, with reasons."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from coarse.cli.arguments import file_to_write
 from coarse.machine.wiring import link_table
 from coarse.settings import Settings
 
-if TYPE_CHECKING:  # slow to import: not for `coarse --help`
+if TYPE_CHECKING:  # slow to import; `coarse --help` must not load these
     from coarse.bench.trace import ComputeTrace
     from coarse.machine.partition_table import PartitionTable
     from coarse.machine.profile import Machine
@@ -35,15 +35,15 @@ _DEFAULT_ENDPOINTS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Basis:
-    """What is planned from.
+    """The input of planning.
 
     Args:
-        profile: Of the machine.
-        origin: Where the profile comes from, in words.
+        profile: The machine's profile.
+        origin: The source of the profile, in words.
         tables: The routing table of each worker.
         size: The shard size.
-        costs: Of synchronising a byte.
-        collectives: The workers' own all-reduce, where all links are known; None of a measured profile.
+        costs: Costs of synchronising a byte.
+        collectives: The workers' own all-reduce, if all links are known; None for a measured profile.
     """
 
     profile: Profile
@@ -66,30 +66,30 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--profile",
         default=_CACHED,
         metavar="FILE",
-        help='what `coarse profile --json` wrote, or "cached": the last profile of this machine; the default',
+        help='a file written by `coarse profile --json`, or "cached" (default): the last profile of this machine',
     )
     source.add_argument(
-        "--machine", metavar="NAME", help="of `coarse machine list`, or a path to a TOML file"
+        "--machine", metavar="NAME", help="a name from `coarse machine list`, or a path to a TOML file"
     )
     parser.add_argument(
         "--partition-table",
         default="",
         metavar="NAME",
-        help="which devices play what on --machine; default: the paper's, or half of the devices",
+        help="roles of the devices of --machine; default: the paper's, or half of the devices",
     )
     parser.add_argument("--model", choices=_MODELS, help="plan dual synchronisation for this model")
     parser.add_argument(
         "--tflops",
         type=float,
         metavar="X",
-        help="what a worker sustains, in 1e12 operations a second; default: half of the peak of --machine's GPU, or "
-        "the times that come with the model",
+        help="speed of a worker, in 1e12 operations a second; default: half of the peak of --machine's GPU, or "
+        "the recorded times of the model",
     )
     parser.add_argument(
         "--dual-sync", default="auto", metavar="MODE", help='"off", "auto" or a size such as 64MiB'
     )
     parser.add_argument(
-        "--show-routing", action="store_true", help="the times behind each worker's table, too"
+        "--show-routing", action="store_true", help="also show the times behind each worker's table"
     )
     parser.add_argument("--json", type=file_to_write, metavar="FILE", help="write the plan to FILE")
     parser.set_defaults(handler=run)
@@ -130,10 +130,10 @@ def plan_profile(name: str) -> Basis:
     """Plans from a profile.
 
     Args:
-        name: Of its file; or "cached".
+        name: Name of its file, or "cached".
 
     Raises:
-        ProfileError: If there is none, or it cannot be used.
+        ProfileError: If there is no such profile, or it cannot be used.
     """
     from coarse.errors import ProfileError
     from coarse.machine.host import read_host
@@ -149,7 +149,7 @@ def plan_profile(name: str) -> Basis:
 
 
 def basis_of(profile: Profile, origin: str) -> Basis:
-    """Plans from a profile; `origin` says where it comes from."""
+    """Plans from a profile; `origin` names its source."""
     from coarse.profiler.dual_sync import SyncCosts
     from coarse.profiler.routing import plan_routing
     from coarse.profiler.shard_size import plan_shard_size
@@ -169,11 +169,11 @@ def plan_machine(name: str, partition_table: str = "") -> Basis:
     """Plans from the links of a machine.
 
     Args:
-        name: Of the machine, or a path to its file.
-        partition_table: Name or path; "" for the paper's where there is one, else half of the devices.
+        name: Name of the machine, or a path to its file.
+        partition_table: Name or path; "" for the paper's if it has one, otherwise half of the devices.
 
     Raises:
-        ValueError: If there is no such machine or table, or they do not fit.
+        ValueError: If the machine or table does not exist, or they do not fit together.
     """
     from coarse.machine.catalogue import load_machine
     from coarse.profiler.linked import collectives_from_links, profile_from_links, sync_costs_from_links
@@ -211,7 +211,7 @@ def plan_model(basis: Basis, trace: ComputeTrace, mode: str | int) -> DualSyncPl
 
 
 def _shards(basis: Basis, trace: ComputeTrace) -> tuple[ShardRange, ...]:
-    """What a model's gradients, all of float32, are cut into, in the order in which they are ready."""
+    """The shards of a model's float32 gradients, in the order of their readiness."""
     from coarse.profiler.partition import plan_partition
 
     gather_bytes = Settings().gather_bytes
@@ -219,10 +219,10 @@ def _shards(basis: Basis, trace: ComputeTrace) -> tuple[ShardRange, ...]:
 
 
 def all_to_all_from_bytes(basis: Basis) -> float | None:
-    """From which tensor size on the workers' own all-reduce is predicted to be faster as all-to-all.
+    """Tensor size from which the workers' own all-reduce is predicted to be faster as all-to-all.
 
-    Below, all-gather is. None where it always is: with one worker or two. By all links at once where they are known,
-    else by pairs of workers, which were measured alone and do not show what they share.
+    Below this size, all-gather is faster. None if it always is: with one worker or two. The prediction uses all links
+    at once if they are known; otherwise pairs of workers, which were measured alone and do not show shared links.
     """
     from coarse.profiler.own_path import ALL_GATHER, ALL_TO_ALL
     from coarse.profiler.profile import WORKERS
@@ -270,7 +270,7 @@ def plan_as_json(basis: Basis, trace: ComputeTrace | None, split: DualSyncPlan |
 
 
 def _offloaded_bytes(basis: Basis, trace: ComputeTrace, split: DualSyncPlan) -> dict[str, int]:
-    """How many bytes of which tensors go to the memory devices."""
+    """Number of bytes of each tensor that go to the memory devices."""
     shards, offloaded = _shards(basis, trace), dict[str, int]()
     for position in sorted(split.offloaded):
         name = trace.events[shards[position].tensor].name
@@ -290,7 +290,7 @@ def _partition_table(machine: Machine, name: str) -> PartitionTable:
 
 
 def _trace(model: str | None, tflops: float | None, machine: str | None) -> ComputeTrace | None:
-    """The model's times, on the processor that they are asked for."""
+    """The model's times on the requested processor."""
     from coarse.bench.trace import check_tflops, load_trace, place_trace
     from coarse.machine.catalogue import load_machine
 
@@ -337,7 +337,7 @@ def print_routing(basis: Basis) -> None:
 
 
 def print_shard_size(size: ShardSize) -> None:
-    """Prints S' and why."""
+    """Prints S' and its reason."""
     print_table("Shards", ("at least", "why"), [(format_size(size.nbytes), size.reason)])
 
 
@@ -352,13 +352,13 @@ def _print_worker_path(basis: Basis) -> None:
 
 
 def _print_session(basis: Basis) -> None:
-    """What sessions make of a profile of the host's memory: no link carries a shard there."""
+    """Prints the decisions of sessions for a profile of host memory, where no link transfers shards."""
     title = f"A session goes by (COARSE_ROUTING={Settings.from_environment().routing})"
     print_table(title, ("decision",), [(line,) for line in session_decisions(basis)])
 
 
 def session_decisions(basis: Basis) -> tuple[str, ...]:
-    """What a session with this environment's settings decides by the same profile, and why: a line each."""
+    """Decisions of a session with this environment's settings and the same profile, with reasons, one per line."""
     from coarse.profiler.link_plan import plan_links
 
     profile, settings = basis.profile, Settings.from_environment()
@@ -367,7 +367,7 @@ def session_decisions(basis: Basis) -> tuple[str, ...]:
 
 
 def _print_times(basis: Basis, worker: int) -> None:
-    """A worker's time by size and proxy, both directions at once, with the spread of its repeats."""
+    """Prints a worker's time by size and proxy, both directions at once, with the spread of its repeats."""
     curves = basis.profile.both_at_once(worker)
     table = basis.tables[worker]
     sizes = sorted({point.nbytes for curve in curves.values() for point in curve.points})
@@ -384,7 +384,7 @@ def _print_times(basis: Basis, worker: int) -> None:
 
 
 def _time_and_spread(curve: Curve, nbytes: int) -> str:
-    """The time in us, and its spread where repeats had any."""
+    """The time in us, and its spread if repeats differed."""
     spread_us = next((point.spread_us for point in curve.points if point.nbytes == nbytes), 0.0)
     return f"{curve.time_us(nbytes):.1f}" + (f" ({spread_us:.1f})" if spread_us else "")
 
@@ -414,7 +414,7 @@ def _print_split(trace: ComputeTrace, split: DualSyncPlan, num_shards: int) -> N
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Prints a table; its lines are not cut off where the terminal is narrow."""
+    """Prints a table; lines longer than the terminal are not truncated."""
     from rich import box
     from rich.console import Console
     from rich.markup import escape

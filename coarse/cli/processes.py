@@ -1,13 +1,13 @@
-"""Keeps the processes of a job together: whatever is killed, nothing of the job outlives it.
+"""Keeps the processes of a job together: whichever process is killed, no process of the job remains.
 
-    terminal ── front ── supervisor ── workers ── what they start
-                  └───────────┴─ child subreapers: orphans fall to them, not to init
+    terminal ── front ── supervisor ── workers ── their children
+                  └───────────┴─ child subreapers: they adopt orphans instead of init
 
-The supervisor does the work. The front stays in the terminal's process group and hands signals on. If the
-front is killed, the kernel sends the supervisor SIGTERM; if the supervisor is killed, the kernel kills the
-workers and the front sweeps up what they had started. At Ctrl-Z the front stops with all that is below the
-supervisor, which goes on so that it can still end them. Linux only; the calling process must be
-single-threaded, since a child's death signal is tied to the thread that forked it.
+The supervisor runs the job. The front stays in the terminal's process group and forwards signals. If the front is
+killed, the kernel sends the supervisor SIGTERM. If the supervisor is killed, the kernel kills the workers, and the
+front kills their children. At Ctrl-Z, the front and all processes below the supervisor stop; the supervisor
+continues, so that it can still end them. Linux only. The calling process must be single-threaded, because a child's
+death signal is tied to the thread that forked it.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from pathlib import Path
 from coarse.cli.failure import signal_name
 
 FORWARDED_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
-"""What ends a job when the launcher gets it."""
+"""Signals to the launcher that end a job."""
 
 NOTIFYING_SIGNALS = frozenset({signal.SIGUSR1, signal.SIGUSR2})
-"""What the launcher passes on to the workers, to whom it means something, and goes on."""
+"""Signals that the launcher forwards to the workers, without ending the job."""
 
 _TERMINAL_STOP = signal.SIGTSTP
-"""What a terminal sends at Ctrl-Z."""
+"""The terminal's signal for Ctrl-Z."""
 
 FRONT_PATIENCE_S = 4.0
-"""How much longer than it was given the supervisor may take to end a job before the front does it."""
+"""Additional time for the supervisor to end a job, beyond its time-out, before the front does it."""
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -46,7 +46,7 @@ def die_with_parent(parent: int, death_signal: signal.Signals) -> None:
     """Makes the kernel send `death_signal` to this process when the thread that forked it ends.
 
     Args:
-        parent: Process id of the parent at the time of the fork; if it is gone already, the signal comes now.
+        parent: Process id of the parent at the time of the fork; if it is gone already, the signal is sent now.
     """
     _prctl(_PR_SET_PDEATHSIG, int(death_signal))
     if os.getppid() != parent:
@@ -54,7 +54,7 @@ def die_with_parent(parent: int, death_signal: signal.Signals) -> None:
 
 
 def become_subreaper() -> None:
-    """Makes descendants of this process that lose their parent its own children."""
+    """Makes this process adopt descendants that lose their parent."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -65,7 +65,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def descendants(root: int, *, spared: Collection[int] = ()) -> list[int]:
-    """Returns the processes below `root`, nearest first, without `spared` and what is below those."""
+    """Returns the processes below `root`, nearest first, without `spared` and their descendants."""
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         pid, parent = int(stat.parent.name), _parent_of(stat)
@@ -86,7 +86,7 @@ def _parent_of(stat: Path) -> int:
 
 
 def signal_all(pids: Collection[int], number: signal.Signals) -> None:
-    """Sends a signal to each of `pids` that still lives."""
+    """Sends a signal to each live process in `pids`."""
     for pid in pids:
         try:
             os.kill(pid, number)
@@ -95,12 +95,12 @@ def signal_all(pids: Collection[int], number: signal.Signals) -> None:
 
 
 def sweep(*, spared: Collection[int] = (), reap: Callable[[], int] | None = None) -> None:
-    """Kills and reaps all descendants of this process but `spared`; gives up after 2 s on what cannot die.
+    """Kills and reaps all descendants of this process except `spared`; gives up after 2 s if some do not die.
 
     Args:
-        spared: Live on, with what is below them.
-        reap: Collects children that have ended, and returns how many, where somebody wants to know how they ended;
-            without, each is collected here.
+        spared: Processes that survive, with their descendants.
+        reap: Reaps ended children and returns their number, for callers that need their exit codes; by default,
+            sweep() reaps them.
     """
     deadline = time.monotonic() + _SWEEP_LIMIT_S
     while (left := descendants(os.getpid(), spared=spared)) and time.monotonic() < deadline:
@@ -117,11 +117,11 @@ def _reap(pid: int) -> bool:
 
 
 def run_guarded(supervise: Callable[[], int], *, shutdown_timeout_s: float) -> int:
-    """Runs `supervise` in a child process and returns its exit code; afterwards no descendant is left.
+    """Runs `supervise` in a child process and returns its exit code; afterwards no descendant remains.
 
-    `supervise` starts in a session of its own, as a subreaper, with this process's signal mask. After a signal it
-    gets `shutdown_timeout_s` to end, after a second one it is to end at once. A terminal's Ctrl-Z stops this process
-    and what `supervise` has started, until this process is continued.
+    `supervise` starts in a new session, as a subreaper, with this process's signal mask. After a signal it has
+    `shutdown_timeout_s` to end; after a second one it must end at once. A terminal's Ctrl-Z stops this process and
+    the children of `supervise`, until this process is continued.
     """
     spared = descendants(os.getpid())
     become_subreaper()
@@ -158,7 +158,7 @@ def _be_supervisor(front: int, mask: Collection[int], supervise: Callable[[], in
 
 
 def _hold_signals() -> None:
-    """Ends the supervisor with a shell's exit code on signals before `supervise` has handlers of its own."""
+    """Makes signals end the supervisor with a shell's exit code until `supervise` installs its handlers."""
     for number in FORWARDED_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda number, frame: os._exit(128 + number))
@@ -200,7 +200,7 @@ def _status_of(child: int) -> int | None:
 def _pause(supervisor: int) -> None:
     """Stops with all that the supervisor has started; returns when this process, and so they, are to go on."""
     stopped: list[int] = []
-    # They may start others meanwhile.
+    # They may start further processes meanwhile.
     while new := [pid for pid in descendants(supervisor) if pid not in stopped]:
         signal_all(new, signal.SIGSTOP)
         stopped += new
@@ -209,7 +209,7 @@ def _pause(supervisor: int) -> None:
 
 
 def _next_signal(handled: Collection[signal.Signals], deadline: float | None) -> int | None:
-    """Waits for a signal to act on; returns None when a child changed its state or `deadline` passed."""
+    """Waits for one of the handled signals; returns None when a child changed its state or `deadline` passed."""
     waited_for = {*handled, signal.SIGCHLD}
     if deadline is None:
         number = signal.sigwaitinfo(waited_for).si_signo

@@ -1,4 +1,4 @@
-"""`coarse profile`: measures the links between workers and memory devices, shows, draws and keeps what it found."""
+"""`coarse profile`: measures the links between workers and memory devices, and shows, draws and keeps the results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from coarse.cli.arguments import file_of_new_folder, folder_to_write, num_workers
 
-if TYPE_CHECKING:  # slow to import: not for `coarse --help`
+if TYPE_CHECKING:  # slow to import; `coarse --help` must not load these
     from coarse.cli.plan import Basis
     from coarse.machine.emulation import Emulation
     from coarse.machine.memory_name import MemoryName
@@ -37,12 +37,12 @@ _NOT_OF_GPUS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scope:
-    """What is to be measured.
+    """The session to measure.
 
     Args:
-        table: Whom each memory device serves.
-        emulation: Of another machine's links; None for those that are there.
-        flags: Of `coarse run`, for a session of this.
+        table: The workers that each memory device serves.
+        emulation: Emulation of another machine's links; None for this machine's links.
+        flags: Flags of `coarse run` for such a session.
     """
 
     table: PartitionTable
@@ -56,7 +56,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "profile",
         help="measure the links between workers and memory devices",
         description="Measures latency and bandwidth of every path between workers and memory devices by size, and "
-        "what follows from them. The result is kept and used by sessions of as many workers and memory devices.",
+        "plans from them. The result is kept, and sessions with the same numbers of workers and memory devices use "
+        "it.",
     )
     parser.add_argument(
         "--workers", type=num_workers, metavar="N", help="default: the partition table's, or 2"
@@ -64,47 +65,48 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--memory-devices",
         metavar="K",
-        help="how many, or the memory of each; default: $COARSE_MEMORY_DEVICES, or one per worker",
+        help="number of memory devices, or the memory of each; default: $COARSE_MEMORY_DEVICES, or one per worker",
     )
     parser.add_argument(
         "--partition-table",
         metavar="NAME",
-        help="which memory device serves which workers; default: $COARSE_PARTITION_TABLE, the paper's for --machine, "
-        "or an even one",
+        help="assigns workers to memory devices; default: $COARSE_PARTITION_TABLE, the paper's for --machine, or an "
+        "even one",
     )
     parser.add_argument(
         "--machine",
         metavar="NAME",
-        help="emulate the links of this machine, of `coarse machine list` or a TOML file; default: $COARSE_MACHINE",
+        help="emulate the links of this machine: a name from `coarse machine list` or a TOML file; default: "
+        "$COARSE_MACHINE",
     )
     parser.add_argument(
         "--time-dilation",
         type=float,
         metavar="X",
-        help="how many times slower emulated links are than the machine's; a session uses what was measured with its "
-        f"own; default: $COARSE_TIME_DILATION, or {_DEFAULT_DILATION:g}",
+        help="factor by which emulated links are slower than the machine's; a session uses profiles with the same "
+        f"factor; default: $COARSE_TIME_DILATION, or {_DEFAULT_DILATION:g}",
     )
     parser.add_argument(
         "--budget",
         type=float,
         default=_DEFAULT_BUDGET_S,
         metavar="S",
-        help="seconds that measuring may take; everything is measured once in any case; default: %(default)s",
+        help="time limit for measuring in seconds; each path is measured at least once; default: %(default)s",
     )
     parser.add_argument(
         "--gpus",
         action="store_true",
-        help="measure the links of this machine's GPUs instead, and show where they sit; only --json goes with it",
+        help="measure the links of this machine's GPUs instead, and show their topology; combines only with --json",
     )
-    parser.add_argument("--refresh", action="store_true", help="measure, even if there is a kept result")
+    parser.add_argument("--refresh", action="store_true", help="measure even if a kept result exists")
     parser.add_argument(
         "--json",
         type=file_of_new_folder,
         metavar="FILE",
-        help="write the profile, which `coarse plan` reads; with --gpus the figures of all copies",
+        help="write the profile, for `coarse plan`; with --gpus, write the figures of all copies",
     )
     parser.add_argument(
-        "--figures", type=folder_to_write, metavar="DIR", help="draw pictures into DIR, PNG and SVG"
+        "--figures", type=folder_to_write, metavar="DIR", help="draw figures into DIR, as PNG and SVG"
     )
     parser.set_defaults(handler=run)
 
@@ -138,7 +140,7 @@ def run(arguments: argparse.Namespace) -> int:
     basis = basis_of(profile, origin)
     print_profile(basis)
     print_memory_only_nodes()
-    place = arguments.json  # a write that fails names no file
+    place = arguments.json  # a failed write does not name its file
     try:
         if arguments.json is not None:
             profile.save(arguments.json)
@@ -166,7 +168,7 @@ def _profile_gpus(arguments: argparse.Namespace) -> int:
 
 
 def print_profile(basis: Basis) -> None:
-    """Prints everything that a profile says, and what is planned from it."""
+    """Prints all figures of a profile, and the resulting plan."""
     from coarse.bench.record import Machine
     from coarse.cli.plan import print_routing, print_shard_size, print_table
     from coarse.profiler.profile import BOTH
@@ -198,7 +200,7 @@ def print_profile(basis: Basis) -> None:
 
 
 def print_memory_only_nodes() -> None:
-    """Names NUMA nodes with memory and no cores, which memory devices could own."""
+    """Prints NUMA nodes with memory and no cores, which memory devices could own."""
     from coarse.cli.doctor import numa_findings
     from coarse.machine.host import read_numa_nodes
 
@@ -227,10 +229,10 @@ def draw_figures(basis: Basis, folder: Path) -> list[Path]:
 
 
 def _scope(arguments: argparse.Namespace) -> Scope:
-    """What the command line and the environment say together.
+    """The scope from the command line and the environment.
 
     Raises:
-        ValueError: If they make no sense.
+        ValueError: If they are inconsistent.
     """
     from coarse.machine.emulation import choose_emulation
     from coarse.machine.partition_table import PartitionTable, choose_partition_table
@@ -292,7 +294,7 @@ def _table_of_machine(machine: str) -> str:
 
 
 def _obtain(arguments: argparse.Namespace, scope: Scope) -> tuple[Profile, str]:
-    """The kept profile, unless there is none, it is damaged or it shall be measured anew; and where it comes from."""
+    """Returns a profile and its source: the kept one, or a new one if it is missing, damaged or must be refreshed."""
     from coarse.machine.host import read_host
     from coarse.profiler.profile import cache_path, host_key, profile_key
 
@@ -336,7 +338,7 @@ def _measure(scope: Scope, budget_s: float) -> Profile:
 
 
 def _matrix(profile: Profile, value: Callable[[str, Curve], float]) -> Iterator[tuple[str, ...]]:
-    """A row for each worker, a cell for each memory device: three figures."""
+    """A row for each worker, with a cell of three figures for each memory device."""
     from coarse.profiler.profile import BOTH, PULL, PUSH
 
     key = profile.key

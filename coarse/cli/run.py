@@ -1,4 +1,4 @@
-"""`coarse run`: starts the workers of a job, or of one of its nodes, with flags that mean what torchrun's do."""
+"""`coarse run`: starts the workers of a job, or of one of its nodes; its flags have torchrun's meanings."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from coarse.profiler.start import AUTO, CACHED, OFF, REFRESH
 from coarse.settings import Declaration, Settings, declarations
 
 _DESCRIPTION = """\
-Starts N workers on this node with RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT
-set, marks each line they print, and ends all of them as soon as one fails, with that one's exit code, or starts
-them again as often as --max-restarts says. Ctrl-Z stops the job, and fg continues it. A job over several
-nodes takes one such command on each, with the same --nnodes, --master-addr and --master-port and a --node-rank
-of its own."""
+Starts N workers on this node with RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT set,
+and marks each line of their output. As soon as one worker fails, all workers are ended and this command returns the
+failed worker's exit code, or it starts them again, at most --max-restarts times. Ctrl-Z stops the job, and fg
+continues it. For a job over several nodes, run one such command on each, with the same --nnodes, --master-addr and
+--master-port and a different --node-rank."""
 
 _SHUTDOWN_TIMEOUT_S = 30.0
 
@@ -41,7 +41,7 @@ _DEVICE_VARIABLES = ("COARSE_MEMORY_DEVICES", "COARSE_PARTITION_TABLE")
 
 
 class UsageError(CoarseError):
-    """The command line asks for something that cannot be started."""
+    """The command line describes a job that cannot be started."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -52,9 +52,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     _add_launch_options(parser)
     _add_output_options(parser)
     _add_session_options(parser)
-    parser.add_argument("script", metavar="SCRIPT", help="what each worker runs")
+    parser.add_argument("script", metavar="SCRIPT", help="script, module or program of each worker")
     rest = parser.add_argument("script_args", metavar="...", nargs=argparse.REMAINDER, help="its arguments")
-    rest.required = False  # or argparse names it among what is missing
+    rest.required = False  # otherwise argparse reports it as missing
     parser.set_defaults(handler=run, usage_error=parser.error)
 
 
@@ -79,9 +79,9 @@ def _add_launch_options(parser: argparse.ArgumentParser) -> None:
         default=0,
         type=_node_rank,
         metavar="R",
-        help="which of the nodes this is, from 0 (default: 0)",
+        help="number of this node, from 0 (default: 0)",
     )
-    group.add_argument("--master-addr", "--master_addr", metavar="ADDR", help="of node 0 (default: loopback)")
+    group.add_argument("--master-addr", "--master_addr", metavar="ADDR", help="address of node 0 (default: loopback)")
     group.add_argument(
         "--master-port", "--master_port", type=_port, metavar="PORT", help="MASTER_PORT (default: a free one)"
     )
@@ -91,7 +91,7 @@ def _add_launch_options(parser: argparse.ArgumentParser) -> None:
         default=0,
         type=_num_restarts,
         metavar="N",
-        help="how often all workers are started again after one has failed (default: 0)",
+        help="number of times that all workers are restarted after one has failed (default: 0)",
     )
     group.add_argument(
         "--shutdown-timeout",
@@ -99,7 +99,7 @@ def _add_launch_options(parser: argparse.ArgumentParser) -> None:
         default=_SHUTDOWN_TIMEOUT_S,
         type=seconds,
         metavar="SECONDS",
-        help="how long workers may take to end, such as for a last checkpoint, when this command is told to stop by "
+        help="seconds that workers have to end, for example for a last checkpoint, after this command receives "
         "SIGINT, SIGTERM or SIGHUP; a second signal kills them at once (default: %(default)g)",
     )
     group.add_argument("--standalone", action="store_true", help="accepted; one node is always standalone")
@@ -113,7 +113,7 @@ def _add_launch_options(parser: argparse.ArgumentParser) -> None:
 def _add_output_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("output")
     group.add_argument(
-        "--no-prefix", action="store_true", help="worker 0 writes to the terminal itself, unmarked"
+        "--no-prefix", action="store_true", help="let worker 0 write directly to the terminal, without marks"
     )
     group.add_argument(
         "--log-dir",
@@ -126,7 +126,7 @@ def _add_output_options(parser: argparse.ArgumentParser) -> None:
         "--redirects",
         choices=tuple(_REDIRECTED_STREAMS),
         default="0",
-        help="what goes to the log only: 0 nothing, 1 stdout, 2 stderr, 3 both",
+        help="streams that go only to the log: 0 none, 1 stdout, 2 stderr, 3 both",
     )
 
 
@@ -136,7 +136,7 @@ def _add_session_options(parser: argparse.ArgumentParser) -> None:
         "--help-all",
         action=_HelpAll,
         nargs=0,
-        help="show this help with advanced settings, for research and tests",
+        help="show this help including advanced settings, for research and tests",
     )
     for each in declarations():
         text = argparse.SUPPRESS if each.is_advanced else _help_of(each)
@@ -189,14 +189,14 @@ def _run(arguments: argparse.Namespace, master_port: MasterPort) -> int:
     try:
         return run_guarded(lambda: Supervisor(plan).run(), shutdown_timeout_s=arguments.shutdown_timeout)
     finally:
-        forget_job(plan.job)  # if the supervisor was killed
+        forget_job(plan.job)  # needed if the supervisor was killed
 
 
 def command_of(arguments: argparse.Namespace) -> tuple[str, ...]:
     """Returns the command line of each worker.
 
     Raises:
-        UsageError: If there is no such script or program.
+        UsageError: If the script or program does not exist.
     """
     if arguments.no_python:
         program = shutil.which(arguments.script)
@@ -214,30 +214,30 @@ def command_of(arguments: argparse.Namespace) -> tuple[str, ...]:
 def environments_of(
     arguments: argparse.Namespace, inherited: Mapping[str, str], master_port: int
 ) -> tuple[dict[str, str], ...]:
-    """Returns the environment of each worker: what is inherited, who it is, and the flags that were given.
+    """Returns the environment of each worker: inherited variables, its identity, and the given flags.
 
     Args:
-        arguments: Of the command line.
+        arguments: The parsed command line.
         inherited: The launcher's own environment.
         master_port: MASTER_PORT.
 
     Raises:
-        UsageError: If what is said of nodes contradicts itself, or a COARSE_* value makes no sense.
+        UsageError: If the options for nodes are inconsistent, or a COARSE_* value is invalid.
     """
     _require_sound_nodes(arguments)
     num_workers: int = arguments.num_workers
     common = {**inherited, **_session_variables(arguments)}
     for flag, other in (_DEVICE_VARIABLES, _DEVICE_VARIABLES[::-1]):
         if vars(arguments)[flag] is not None and vars(arguments)[other] is None:
-            common.pop(other, None)  # what is inherited says the same in another way
+            common.pop(other, None)  # the inherited variable has the same meaning
     _require_sound_settings(common, num_workers, arguments.nnodes)
-    common.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # of a torchrun around us: nobody would serve our store
+    common.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # set by an outer torchrun; no process would serve our store
     common.setdefault("OMP_NUM_THREADS", str(threads_per_worker(read_cpu().num_cores_granted, num_workers)))
     common["MASTER_ADDR"] = arguments.master_addr or "127.0.0.1"
     common["MASTER_PORT"] = str(master_port)
     if (
         arguments.nnodes == 1
-    ):  # launchers of several nodes have nothing in common but what the user gives them
+    ):  # launchers of several nodes share only what the user passes to each
         common.setdefault("COARSE_JOB_SECRET", secrets.token_hex(32))
     common["TORCHELASTIC_RUN_ID"] = secrets.token_hex(8)
     common["TORCHELASTIC_RESTART_COUNT"] = "0"
@@ -257,23 +257,23 @@ def environments_of(
 
 
 def _quieter(rank: int) -> dict[str, str]:
-    """Has TensorFlow tell of the processor on worker 0 alone: the others print warnings and errors."""
+    """Restricts TensorFlow's notes about the processor to worker 0; the others print only warnings and errors."""
     return {} if rank == 0 else {"TF_CPP_MIN_LOG_LEVEL": "1"}
 
 
 def restart_variables(master_port: MasterPort, attempt: int) -> dict[str, str]:
-    """Returns the variables of every worker that are others in the `attempt`-th restart than at the start."""
+    """Returns the variables of every worker that differ in the `attempt`-th restart from the first start."""
     master_port.renew()
     return {"TORCHELASTIC_RESTART_COUNT": str(attempt), "MASTER_PORT": str(master_port.number)}
 
 
 def threads_per_worker(num_cores: int, num_workers: int) -> int:
-    """Returns how many threads each worker gets so that together they fill the cores; at least 1."""
+    """Returns the number of threads for each worker so that all workers together use all cores; at least 1."""
     return max(1, num_cores // num_workers)
 
 
 def _first_rank(arguments: argparse.Namespace) -> int:
-    """As torchrun numbers workers: those of node 0 first, as many on each node."""
+    """Rank of this node's first worker, numbered as by torchrun: node 0 first, equally many on each node."""
     return int(arguments.node_rank * arguments.num_workers)
 
 
@@ -298,7 +298,7 @@ def _require_sound_nodes(arguments: argparse.Namespace) -> None:
 
 
 def _require_sound_settings(environment: Mapping[str, str], num_workers: int, num_nodes: int) -> None:
-    """Says once what every worker would say."""
+    """Reports invalid settings once, before every worker would report them."""
     try:
         settings = Settings.from_environment(environment)
         job_secret(environment)
@@ -313,7 +313,7 @@ def _require_sound_settings(environment: Mapping[str, str], num_workers: int, nu
 
             check_nodes(settings, num_nodes)
         asked = (settings.memory_devices, settings.partition_table, settings.replicas, settings.algorithm)
-        if asked != (0, "", 0, "auto"):  # a tenth of a second to import
+        if asked != (0, "", 0, "auto"):  # the import takes a tenth of a second
             from coarse.startup.device_checks import check_node
 
             check_node(settings, num_workers=num_workers, num_nodes=num_nodes)
@@ -364,7 +364,7 @@ def _port(text: str) -> int:
 
 
 def _num_nodes(text: str) -> int:
-    """Also reads torchrun's "2:2"; COARSE has no elastic jobs."""
+    """Reads a number of nodes, also torchrun's "2:2"; COARSE has no elastic jobs."""
     low, _, high = text.partition(":")
     if high not in ("", low):
         raise argparse.ArgumentTypeError(f"{text!r}: the number of nodes cannot change; write one number")

@@ -1,4 +1,4 @@
-"""Starts the workers of a job, passes on what they print, ends all of them when one fails, and starts them again."""
+"""Starts the workers of a job, forwards their output, ends all of them when one fails, and restarts them."""
 
 from __future__ import annotations
 
@@ -29,40 +29,40 @@ from coarse.machine.out_of_memory import OutOfMemoryWatch
 from coarse.wire.persistent_sessions import forget_job, persistent_pids
 
 REPORT_GRACE_S = 1.0
-"""After a failure, how long the other workers may take to report an error of their own."""
+"""Time for the other workers to report their own errors after a failure."""
 
 TEARDOWN_GRACE_S = 2.0
-"""How much longer those may take to end by themselves that have reported one."""
+"""Additional time for workers that have reported an error to end by themselves."""
 
 TERMINATE_GRACE_S = 5.0
-"""After the first SIGTERM, how long workers may take to end."""
+"""Time for workers to end after the first SIGTERM."""
 
 ORPHANED_GRACE_S = 1.2
-"""After the launcher was killed, how long workers may take to end."""
+"""Time for workers to end after the launcher was killed."""
 
 LEFTOVER_GRACE_S = 0.5
-"""After the last worker, how long what it had started may take to end by itself, and then on SIGTERM."""
+"""Time for remaining child processes to end after the last worker: first by themselves, then after SIGTERM."""
 
 _KILL_INTERVAL_S = 0.05
-"""Between two rounds of SIGKILL: processes that are being killed may have started others."""
+"""Time between two rounds of SIGKILL, because killed processes may have started others."""
 
 _CANNOT_START = 126
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobPlan:
-    """What to start, and where its output goes.
+    """The workers to start, and the destinations of their output.
 
     Args:
         command: Program and arguments, the same for each worker.
         environments: The whole environment of each worker; their number is the number of workers.
-        shutdown_timeout_s: How long workers may take to end after the launcher was told to stop.
-        first_rank: Rank of the first of them; the others follow.
+        shutdown_timeout_s: Time for workers to end after a signal to the launcher.
+        first_rank: Rank of the first worker; the others follow.
         plain_first: Whether the first worker gets the launcher's own stdout and stderr.
-        log_dir: An existing directory for one file per worker; None for none.
-        console_streams: Which of "stdout" and "stderr" go to the launcher's; the others go to the log only.
-        max_restarts: How often all workers are started again after one has failed.
-        restart_variables: What changes in every environment, given the number of the restart.
+        log_dir: An existing directory for one file per worker; None for no files.
+        console_streams: Those of "stdout" and "stderr" that go to the launcher's; the others go only to the log.
+        max_restarts: Number of times that all workers are restarted after one has failed.
+        restart_variables: Returns changed variables of every environment, given the number of the restart.
     """
 
     command: tuple[str, ...]
@@ -88,11 +88,11 @@ class JobPlan:
 
     @property
     def job(self) -> str:
-        """Name of the job, by which a restarted worker finds memory devices that were kept."""
+        """Name of the job, by which a restarted worker finds kept memory devices."""
         return Attempt.from_environment(self.environments[0]).job
 
     def is_plain(self, rank: int) -> bool:
-        """Whether this worker writes to the launcher's stdout and stderr itself."""
+        """Whether this worker writes directly to the launcher's stdout and stderr."""
         return (
             self.log_dir is None and rank == self.first_rank and (self.plain_first or self.num_workers == 1)
         )
@@ -107,7 +107,7 @@ class _Worker:
     was_stopped: bool = False
     evidence: str = ""
     had_failed: bool = False
-    """Whether it was told to stop, but had reported an error of its own before, with which it did not end."""
+    """Whether the launcher stopped it after it had reported its own error, but had not ended."""
     ended_s: float = 0.0
 
     def exit(self) -> WorkerExit:
@@ -127,11 +127,12 @@ class CannotStartError(CoarseError):
 
 
 class Supervisor:
-    """One run of one job. To be used once, in the main thread of a process that has no other children.
+    """One run of one job. Use it once, in the main thread of a process without other children.
 
-    A failure gives the other workers REPORT_GRACE_S to report, then SIGTERM (TEARDOWN_GRACE_S later for those
-    that have reported an error of their own), and TERMINATE_GRACE_S after that SIGKILL. A signal to this
-    process goes to all workers at once, and SIGKILL when their time to end is over; a second one kills at once.
+    After a failure, the other workers have REPORT_GRACE_S to report errors. Then they get SIGTERM; those that have
+    reported an error get it TEARDOWN_GRACE_S later. TERMINATE_GRACE_S after that, they get SIGKILL. A signal to this
+    process goes to all workers at once, followed by SIGKILL when their time to end is over. A second signal kills
+    them at once.
     """
 
     def __init__(self, plan: JobPlan) -> None:
@@ -152,7 +153,7 @@ class Supervisor:
         self._memory_watch = OutOfMemoryWatch()
 
     def run(self) -> int:
-        """Runs the job to its end and returns its exit code; no process of it is left then."""
+        """Runs the job to its end and returns its exit code; no process of the job remains."""
         with self._signals_watched():
             try:
                 self._start()
@@ -165,7 +166,7 @@ class Supervisor:
                 return _CANNOT_START
             finally:
                 sweep(reap=self._reap)
-                forget_job(self._plan.job)  # of memory devices that were swept away
+                forget_job(self._plan.job)  # its memory devices were killed
                 self._drain()
         return self._verdict()
 
@@ -240,7 +241,7 @@ class Supervisor:
 
     @contextmanager
     def _signals_watched(self) -> Iterator[None]:
-        """Turns signals into readable bytes, so that one wait serves for them and for the pipes."""
+        """Turns signals into readable bytes, so that one wait covers signals and pipes."""
         reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         for number in {*FORWARDED_SIGNALS, *NOTIFYING_SIGNALS, signal.SIGCHLD}:
@@ -256,7 +257,7 @@ class Supervisor:
             os.close(writer)
 
     def _wait(self) -> None:
-        """Waits for one event, or for the next step that is due, and handles it."""
+        """Waits for one event, or for the next due step, and handles it."""
         next_step_s = min((when for when, _ in self._steps), default=None)
         timeout_s = None if next_step_s is None else max(0.0, next_step_s - time.monotonic())
         for key, _ in self._selector.select(timeout_s):
@@ -281,7 +282,7 @@ class Supervisor:
         self._reap()
 
     def _reap(self) -> int:
-        """Collects every child that has ended, as nothing else in this process does; returns how many."""
+        """Reaps every ended child and returns their number; the only place in this process that reaps."""
         count = 0
         while self._has_children:
             try:
@@ -298,7 +299,7 @@ class Supervisor:
 
     def _note_exit(self, pid: int, returncode: int) -> None:
         worker = self._running.pop(pid, None)
-        if worker is None:  # an orphan of a worker's
+        if worker is None:  # an orphaned child of a worker
             return
         worker.process.returncode = returncode
         worker.ended_s = time.monotonic()
@@ -312,7 +313,7 @@ class Supervisor:
             self._later(REPORT_GRACE_S + TERMINATE_GRACE_S, self._kill_all)
 
     def _follow_last_exit(self) -> None:
-        """No worker is left: starts all again, or gives what they have left behind its time to end."""
+        """Runs after the last worker's end: restarts all, or gives remaining child processes time to end."""
         self._steps = []
         if self._is_to_restart:
             self._restart()
@@ -327,7 +328,7 @@ class Supervisor:
         return is_failing and self._num_restarts < self._plan.max_restarts
 
     def _restart(self) -> None:
-        """Starts all workers again, when the last one has ended. Memory devices that are kept live on."""
+        """Restarts all workers after the last one has ended. Kept memory devices survive."""
         self._num_restarts += 1
         failure = first_failure([worker.exit() for worker in self._ended])
         self._say(f"coarse run: {failure}; restart {self._num_restarts} of {self._plan.max_restarts}\n")
@@ -341,7 +342,7 @@ class Supervisor:
         self._steps.append((time.monotonic() + delay_s, action))
 
     def _end_unread(self, error: OSError) -> None:
-        """Ends the job as a signal does, because what workers print can be written nowhere."""
+        """Ends the job as a signal does, because the workers' output cannot be written."""
         if self._unread is None and self._interrupted_by is None and not self._is_failing:
             self._unread = error
             self._interrupt(signal.SIGPIPE, passed_on=signal.SIGTERM)  # Python ignores SIGPIPE
@@ -369,7 +370,7 @@ class Supervisor:
         signal_all(descendants(os.getpid()), signal.SIGTERM)
 
     def _kill_all(self) -> None:
-        """Kills until nothing is left, but memory devices that are kept for a restart."""
+        """Kills until no process remains, except memory devices that are kept for a restart."""
         spared = persistent_pids(self._plan.job) if self._is_to_restart else ()
         signal_all(descendants(os.getpid(), spared=spared), signal.SIGKILL)
         self._later(_KILL_INTERVAL_S, self._kill_all)
@@ -402,7 +403,7 @@ class Supervisor:
 
     def _say(self, text: str) -> None:
         console = self._consoles["stderr"]
-        with suppress(OSError):  # a terminal that is gone cannot be told
+        with suppress(OSError):  # the terminal may be gone
             console.write(console.render(self, b"", Piece(text.encode(errors="replace"))))
 
 
@@ -413,7 +414,7 @@ def _stop(workers: Collection[_Worker], number: signal.Signals) -> None:
 
 
 def _do_nothing(number: int, frame: object) -> None:
-    """A handler, so that the signal reaches the wakeup descriptor."""
+    """A handler that does nothing, so that the signal reaches the wakeup descriptor."""
 
 
 def _open_log(log_dir: Path | None, rank: int, *, is_new: bool) -> int | None:

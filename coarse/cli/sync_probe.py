@@ -1,4 +1,4 @@
-"""A two-worker all-reduce from end to end: does COARSE work on this machine, and how fast does it answer?"""
+"""A complete two-worker all-reduce, which tests whether COARSE works on this machine and measures its latency."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ _ERROR_LINES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncLatency:
-    """What one verified all-reduce of 4 KiB takes, as worker 0 measured it."""
+    """Time of one verified all-reduce of 4 KiB, measured by worker 0."""
 
     p50_us: float
     p99_us: float
 
 
 class SyncProbeError(Exception):
-    """The two workers did not get through; the message holds the last words of the first that failed."""
+    """The two workers did not finish; the message has the last output of the first that failed."""
 
 
 def probe_sync(*, limit_s: float = 60.0) -> SyncLatency:
     """Starts two workers by `coarse run`, lets them all-reduce, and returns the latency.
 
     Raises:
-        SyncProbeError: If a worker fails, a sum is wrong, or `limit_s` seconds pass. No process is left then.
+        SyncProbeError: If a worker fails, a sum is wrong, or `limit_s` seconds pass. No process remains.
     """
     with Scratch("doctor") as directory:
         _run_job(os.fspath(directory), limit_s)
@@ -84,7 +84,7 @@ def _last_words(stderr: str) -> str:
 
 
 def work(directory: str) -> None:
-    """What each of the two workers does: joins, verifies one sum, times the next ones.
+    """The work of each of the two workers: joins, verifies one sum, measures the next ones.
 
     Raises:
         ArithmeticError: If a sum is wrong.

@@ -37,7 +37,7 @@ class FailureDetector:
         heartbeat_s: Seconds without progress before a device counts as lost.
         fate_of_device: Describes how a memory device ended.
         kill_silent: Kills a memory device that no longer works, on the worker that started it.
-        has_gpu_tensors: Whether tensors of this worker lie on a GPU, where a loss may leave them between two steps.
+        has_gpu_tensors: Whether tensors of this worker lie on a GPU, where a loss may leave them in no whole step.
         replicas: Extra copies of each memory device's contents.
     """
 

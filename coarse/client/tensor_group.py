@@ -86,7 +86,7 @@ class GroupClient(Waiter, HomeDevice, Protocol):
 
     @property
     def routing(self) -> RoutingTable:
-        """Which memory device takes which shard."""
+        """The routes of shards to memory devices."""
 
     @property
     def emulation(self) -> Emulation | None:
@@ -178,7 +178,7 @@ class TensorGroup:
 
     @property
     def routing(self) -> RoutingTable:
-        """Which memory device takes which of this worker's shards."""
+        """The routes of this worker's shards to memory devices."""
         return self._schema.routes[self._client.number] if self._schema.routes else self._client.routing
 
     @property
@@ -251,7 +251,7 @@ class TensorGroup:
         return self._memory_kept().parameter(index, self.specs[index].nbytes)
 
     def map_own_parameters(self) -> str:
-        """Prepares open_own_parameters(); returns why this worker cannot have its own parameters, "" if it can."""
+        """Prepares open_own_parameters(); returns why a private view of parameters is impossible, "" if possible."""
         return self._memory_kept().map_own_parameters()
 
     def open_own_parameters(self, *, publishes: bool) -> PrivateWrites:

@@ -1,1 +1,1 @@
-"""Machines as values: their devices and links, those at hand and those that COARSE can pretend to be."""
+"""Machines as values: devices and links of this machine and of machines that COARSE can emulate."""

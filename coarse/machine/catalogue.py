@@ -1,4 +1,4 @@
-"""The machines that come with COARSE, by name, and those of files."""
+"""Loads machines by name, from those that come with COARSE, or from files."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ _PROFILES = Path(__file__).with_name("profiles")
 
 
 def machine_names() -> list[str]:
-    """Names that `load_machine` knows, in alphabetical order."""
+    """Names that `load_machine` accepts, in alphabetical order."""
     return names_in(_PROFILES)
 
 
 def load_machine(name: str | os.PathLike[str]) -> Machine:
-    """The machine of a name, or of a TOML file.
+    """Loads a machine by name or from a TOML file.
 
     Args:
         name: One of `machine_names`, or a path: with a "/" in it, or ".toml" at its end.
 
     Raises:
-        ValueError: If there is no such machine (the nearest names are suggested), or its file is wrong.
+        ValueError: If the machine does not exist (suggests the nearest names), or its file is wrong.
     """
     from coarse.machine.profile_file import read_machine
 

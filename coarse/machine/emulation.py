@@ -1,4 +1,4 @@
-"""Which machine a session pretends to be: its links, and how slowly its time passes (docs/design/emulation.md)."""
+"""The machine that a session emulates: its links and its time dilation (docs/design/emulation.md)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from coarse.machine.partition_table import PartitionTable
 
 MOST_BUCKETS_PER_PATH = 8
-"""What the native link table has room for."""
+"""Capacity of the native link table."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,9 +22,9 @@ class Emulation:
     """Links to which the real runtime is paced. Immutable; the same on every process of a job.
 
     Args:
-        links: Between the workers and memory devices of the node.
-        time_dilation: All transfers take so many times longer than on the machine; positive.
-        num_logged: How many transfers, the first ones, are written down.
+        links: Links between the workers and memory devices of the node.
+        time_dilation: Factor by which all transfers take longer than on the machine; positive.
+        num_logged: Number of first transfers to log.
 
     Raises:
         ValueError: If the dilation is not positive and finite, or a path has too many buckets.
@@ -54,7 +54,7 @@ class Emulation:
         """Position of a bucket.
 
         Raises:
-            ValueError: If there is none of that name; the nearest ones are suggested.
+            ValueError: If no bucket has that name; suggests the nearest ones.
         """
         from coarse.machine.named_files import suggestion
 
@@ -64,7 +64,7 @@ class Emulation:
         return names.index(name)
 
     def to_json(self) -> str:
-        """The form in which it is passed to other processes."""
+        """The JSON form for other processes."""
         return json.dumps(
             {
                 "links": self.links.to_json(),
@@ -75,7 +75,7 @@ class Emulation:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Emulation:
-        """Reads what `to_json` wrote.
+        """Reads the output of `to_json`.
 
         Raises:
             ValueError: If it is anything else.
@@ -94,15 +94,15 @@ class Emulation:
 def choose_emulation(
     machine: str, table: PartitionTable, *, time_dilation: float, num_logged: int = 0
 ) -> Emulation | None:
-    """The emulation of a machine for the workers and memory devices of `table`; None where no machine is named.
+    """The emulation of a machine for the workers and memory devices of `table`; None if no machine is named.
 
     Args:
         machine: Name of a machine, or a TOML file; "" for none.
-        table: Whom each memory device serves.
+        table: The workers that each memory device serves.
         time_dilation, num_logged: As in Emulation.
 
     Raises:
-        ValueError: If there is no such machine, its file is wrong, or the table does not fit it.
+        ValueError: If the machine does not exist, its file is wrong, or the table does not fit it.
     """
     if not machine:
         return None

@@ -1,4 +1,4 @@
-"""Errors of values that are read from files: which field is wrong, for the reader to find its line."""
+"""Errors of values from files: they name the wrong field, so that the file's reader can find its line."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ class FieldError(ValueError):
     """A wrong value.
 
     Args:
-        field: The key that holds it, with dots and positions on the way down, as in "path.local.over".
-        message: What is wrong.
+        field: The key of the value, with dots and positions for nesting, such as "path.local.over".
+        message: The fault.
     """
 
     def __init__(self, field: str, message: str) -> None:
@@ -20,7 +20,7 @@ class FieldError(ValueError):
 
 
 def check_distinct(field: str, values: Iterable[object], what: str) -> None:
-    """Raises a FieldError if one of `values` is there twice."""
+    """Raises a FieldError if `values` contains a duplicate."""
     for value, count in Counter(values).items():
         if count > 1:
             raise FieldError(field, f"{what} {value} is named twice")

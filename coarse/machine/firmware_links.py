@@ -1,4 +1,4 @@
-"""Links to memories on NUMA nodes as the firmware describes them (ACPI's HMAT), before anything is measured."""
+"""Links to memories on NUMA nodes from firmware data (ACPI's HMAT), for use before measurements."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ _NS_PER_US = 1e3
 
 
 def firmware_links(table: PartitionTable, nodes: Sequence[NumaNode]) -> LinkTable | None:
-    """Paths that end, or begin, in the memories of a partition table.
+    """Paths that start or end in the memories of a partition table.
 
-    A push writes to the memory device's memory and a pull reads it. What one memory device, or worker, sends to
-    another is read where the sender's slots lie, and between memory devices written where the target's lie. Reads of
-    one node share its read bandwidth, writes its write bandwidth. A pure function: all workers of a machine come to
-    the same.
+    A push writes to the memory device's memory, and a pull reads it. A transfer from one memory device or worker to
+    another reads the memory of the sender's slots; between memory devices it also writes the memory of the target's
+    slots. Reads of one node share its read bandwidth; writes share its write bandwidth. A pure function: all workers
+    of a machine get the same result.
 
     Args:
-        table: Whom each memory device serves, and what it owns.
-        nodes: Of this machine.
+        table: The workers and the memory of each memory device.
+        nodes: The NUMA nodes of this machine.
 
     Returns:
-        None unless every memory is a NUMA node's, and the firmware gives latency and bandwidth of each, both ways.
+        None unless every memory is a NUMA node's and the firmware gives latency and bandwidth of each, both ways.
     """
     said = {f"numa:{node.node}": node.access for node in nodes if _is_complete(node.access)}
     names = sorted(set(table.memories))

@@ -1,6 +1,6 @@
-"""Where the GPUs of the machine at hand sit: switches, NUMA nodes, NVLink; and which ones go together.
+"""The places of this machine's GPUs (switches, NUMA nodes, NVLink), and pairs of workers and memory devices.
 
-NVML says it (package nvidia-ml-py). `pair_gpus` is a pure function of what it said.
+The data comes from NVML (package nvidia-ml-py). `pair_gpus` is a pure function of it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Distance(IntEnum):
-    """What two GPUs have in common, nearest first: NVML's nvmlGpuTopologyLevel_t."""
+    """The nearest common ancestor of two GPUs, nearest first: NVML's nvmlGpuTopologyLevel_t."""
 
     SAME = 0
     """One GPU, or one board."""
@@ -33,7 +33,7 @@ class Distance(IntEnum):
     NUMA_NODE = 40
     """Several host bridges of one NUMA node."""
     SYSTEM = 50
-    """Nothing but the links between NUMA nodes."""
+    """Only the links between NUMA nodes."""
 
     def __str__(self) -> str:
         return _WORDS[self]
@@ -54,10 +54,10 @@ class GpuPlace:
     """One GPU.
 
     Args:
-        name: Its model.
-        uuid: As nvidia-smi writes it: CUDA, which counts GPUs in an order of its own, knows it too.
-        bus_id: Of PCI, as sysfs writes it, such as "0000:17:00.0".
-        numa_node: Of the memory that is nearest to it; None where the system does not say.
+        name: Model of the GPU.
+        uuid: In the form of nvidia-smi. CUDA, which numbers GPUs in its own order, uses it too.
+        bus_id: PCI bus id in the form of sysfs, such as "0000:17:00.0".
+        numa_node: NUMA node of the nearest memory; None if the system does not report it.
     """
 
     name: str
@@ -72,9 +72,9 @@ class GpuTopology:
 
     Args:
         gpus: All of them.
-        distances: By GPU and GPU; symmetric.
-        nvlinks: How many NVLinks lead from a GPU straight to another one, by GPU and GPU; symmetric. Links to an
-            NVSwitch, which reaches all, count for every pair of GPUs that have some.
+        distances: Distance of each pair of GPUs; symmetric.
+        nvlinks: Number of direct NVLinks of each pair of GPUs; symmetric. Links to an NVSwitch, which reaches all
+            GPUs, count for every pair of GPUs with such links.
 
     Raises:
         ValueError: If the tables do not fit the GPUs, or are not symmetric.
@@ -98,7 +98,7 @@ class GpuTopology:
         """The number of a GPU.
 
         Raises:
-            ValueError: If there is none.
+            ValueError: If no GPU has this UUID.
         """
         for number, gpu in enumerate(self.gpus):
             if gpu.uuid == uuid:
@@ -109,12 +109,12 @@ class GpuTopology:
 def pair_gpus(
     topology: GpuTopology, workers: Sequence[int], devices: Sequence[int]
 ) -> tuple[tuple[int, ...], ...]:
-    """Which workers each memory device on a GPU serves: the nearest ones, as pair_nearest() has it.
+    """The workers that each memory device on a GPU serves: the nearest ones, by pair_nearest().
 
-    A GPU may be worker and memory device, and stand in a list several times.
+    A GPU may be both worker and memory device, and may occur several times in a list.
 
     Args:
-        topology: Of all GPUs named.
+        topology: Topology of all listed GPUs.
         workers: GPUs by local rank.
         devices: GPUs by number of the memory device.
 
@@ -122,7 +122,7 @@ def pair_gpus(
         Local ranks by memory device, ascending.
 
     Raises:
-        ValueError: If there are no memory devices, or a GPU does not exist.
+        ValueError: If `devices` is empty, or a GPU does not exist.
     """
     for gpu in (*workers, *devices):
         if not 0 <= gpu < len(topology.gpus):
@@ -133,20 +133,20 @@ def pair_gpus(
 
 
 def pair_nearest(distances: Sequence[Sequence[int]], num_devices: int) -> tuple[tuple[int, ...], ...]:
-    """Which workers each memory device serves: the nearest ones, as evenly as can be.
+    """The workers that each memory device serves: the nearest ones, as evenly as possible.
 
-    Nearest pairs are joined first; on what is a tree of switches and bridges that leaves as few pairs as possible to
-    every further distance. Ties go to the lower numbers.
+    Pairs the nearest first. In a tree of switches and bridges, this leaves as few pairs as possible for every larger
+    distance. Ties go to the lower numbers.
 
     Args:
-        distances: By worker and memory device.
-        num_devices: How many memory devices there are.
+        distances: Distances by worker and memory device.
+        num_devices: Number of memory devices.
 
     Returns:
         Local ranks by memory device, ascending.
 
     Raises:
-        ValueError: If there are no memory devices.
+        ValueError: If `num_devices` is 0.
     """
     if num_devices < 1:
         raise ValueError("workers need a memory device at least")
@@ -168,16 +168,16 @@ def pair_nearest(distances: Sequence[Sequence[int]], num_devices: int) -> tuple[
 def workers_of_gpus(
     topology: GpuTopology, uuids: Sequence[str], *, devices: Sequence[int], num_workers: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Which workers each memory device serves where nobody says so: pair_gpus(), with workers on gpus_of_workers().
+    """The default workers of each memory device: pair_gpus(), with workers on gpus_of_workers().
 
     Args:
-        topology: Of this machine.
-        uuids: Of the GPUs that this process sees, in CUDA's order.
-        devices: Ordinals of the GPUs on which the memory devices are.
-        num_workers: Of this node.
+        topology: Topology of this machine.
+        uuids: UUIDs of the GPUs that this process sees, in CUDA's order.
+        devices: Ordinals of the memory devices' GPUs.
+        num_workers: Number of workers on this node.
 
     Raises:
-        ValueError: As GpuTopology.find() and pair_gpus(); if CUDA sees no such GPU.
+        ValueError: As for GpuTopology.find() and pair_gpus(), or if CUDA does not see a GPU.
     """
     unknown = [device for device in devices if not 0 <= device < len(uuids)]
     if unknown:
@@ -191,15 +191,15 @@ def workers_of_gpus(
 
 
 def gpus_of_workers(gpus: Sequence[int], taken: Collection[int], num_workers: int) -> list[int]:
-    """The GPU that each worker is taken to be on: local rank r on the r-th one, as users of launchers have it.
+    """The assumed GPU of each worker: local rank r uses the r-th GPU, as is usual with launchers.
 
-    GPUs of memory devices are left out if the others are enough for all workers. Where there are more ranks than GPUs
-    they begin again with the first one.
+    GPUs of memory devices are excluded if the others are enough for all workers. With more ranks than GPUs, the
+    assignment starts again at the first GPU.
 
     Args:
-        gpus: That workers may be on.
-        taken: By memory devices.
-        num_workers: Of this node.
+        gpus: GPUs that workers may use.
+        taken: GPUs of memory devices.
+        num_workers: Number of workers on this node.
     """
     free = [gpu for gpu in gpus if gpu not in taken]
     chosen = free if len(free) >= num_workers else gpus
@@ -214,15 +214,15 @@ def workers_of_nodes(
     devices: Sequence[int],
     num_workers: int,
 ) -> tuple[tuple[int, ...], ...]:
-    """The same for memory devices on NUMA nodes, by the kernel's distances between these and the nodes of the GPUs.
+    """Like workers_of_gpus(), for memory devices on NUMA nodes, by the kernel's distances to the GPUs' nodes.
 
     Args:
         topology, uuids, num_workers: As for workers_of_gpus().
-        nodes: Of this machine.
-        devices: The number of each memory device's node.
+        nodes: The NUMA nodes of this machine.
+        devices: Number of each memory device's node.
 
     Raises:
-        ValueError: As GpuTopology.find(); if the system does not say of which node a GPU is, or how far nodes are.
+        ValueError: As for GpuTopology.find(), or if the system does not report a GPU's node or the nodes' distances.
     """
     online = [node.node for node in nodes]
     distances = {node.node: dict(zip(online, node.distances, strict=False)) for node in nodes}
@@ -242,10 +242,10 @@ def workers_of_nodes(
 
 
 def read_gpu_topology(root: Path = Path("/")) -> GpuTopology:
-    """What NVML says of this machine.
+    """Reads the topology of this machine from NVML.
 
     Raises:
-        CoarseError: If NVML is absent or does not answer; says what to install.
+        CoarseError: If NVML is absent or does not answer; names the package to install.
     """
     try:
         import pynvml
@@ -266,7 +266,7 @@ def read_gpu_topology(root: Path = Path("/")) -> GpuTopology:
 
 
 def is_nvlink_disabled(root: Path = Path("/")) -> bool:
-    """Whether NVIDIA's driver was told to do without NVLink (NVreg_NvLinkDisable=1), which takes a reboot."""
+    """Whether NVLink is disabled in NVIDIA's driver (NVreg_NvLinkDisable=1); changing that needs a reboot."""
     try:
         parameters = (root / "proc/driver/nvidia/params").read_text(errors="replace")
     except OSError:
@@ -275,7 +275,7 @@ def is_nvlink_disabled(root: Path = Path("/")) -> bool:
 
 
 def topology_of(nvml: Any, root: Path) -> GpuTopology:
-    """The topology by an initialised `pynvml`, or what answers like it, and sysfs below `root`."""
+    """The topology from an initialised `pynvml`, or a compatible object, and sysfs below `root`."""
     handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
     bus_ids = [_bus_id(nvml, handle) for handle in handles]
     numbers = range(len(handles))
@@ -301,7 +301,7 @@ def _bus_id(nvml: Any, handle: Any) -> str:
 
 
 def _text(answer: str | bytes) -> str:
-    """Some versions of nvidia-ml-py answer in bytes."""
+    """NVML's text as str: some versions of nvidia-ml-py return bytes."""
     return answer.decode() if isinstance(answer, bytes) else answer
 
 
@@ -312,7 +312,7 @@ def _distance(nvml: Any, one: Any, other: Any) -> Distance:
 
 
 def _nvlinks(nvml: Any, handles: Sequence[Any], bus_ids: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Links by their far ends: another GPU, or a switch that all who have links to switches are taken to share."""
+    """Links by their far ends: another GPU, or a switch; all GPUs with links to switches are assumed to share one."""
     direct = [[0] * len(handles) for _ in handles]
     to_switches = [0] * len(handles)
     for number, handle in enumerate(handles):
@@ -337,17 +337,17 @@ _SWITCH = "switch"
 
 
 def _far_ends(nvml: Any, handle: Any) -> list[str]:
-    """What is at the other ends of a GPU's active NVLinks: _SWITCH, or the bus id of a GPU, seen here or not."""
+    """The far ends of a GPU's active NVLinks: _SWITCH, or the bus id of a GPU, visible here or not."""
     ends: list[str] = []
     for link in range(nvml.NVML_NVLINK_MAX_LINKS):
-        with contextlib.suppress(nvml.NVMLError):  # no such link, or one that is not in use
+        with contextlib.suppress(nvml.NVMLError):  # the link does not exist or is not in use
             if nvml.nvmlDeviceGetNvLinkState(handle, link):
                 ends.append(_far_end(nvml, handle, link))
     return ends
 
 
 def _far_end(nvml: Any, handle: Any, link: int) -> str:
-    """Where drivers do not tell the kind of what is there, whatever has no bus id is a switch."""
+    """The far end of one link. If the driver does not report its kind, an end without bus id counts as a switch."""
     try:
         if nvml.nvmlDeviceGetNvLinkRemoteDeviceType(handle, link) == nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH:
             return _SWITCH

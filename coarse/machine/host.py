@@ -1,7 +1,7 @@
-"""Facts on the machine at hand: cores, memory, NUMA nodes, DAX devices, GPUs, limits.
+"""Facts about this machine: cores, memory, NUMA nodes, DAX devices, GPUs, limits.
 
-Each `read_*` gathers one frozen value from /proc and /sys, never fails on what a kernel does not offer, and
-takes another `root` for tests; each `parse_*` is a pure function of a file's text. Sizes are in bytes.
+Each `read_*` collects one frozen value from /proc and /sys, never fails if a kernel lacks a file, and takes another
+`root` for tests. Each `parse_*` is a pure function of a file's text. Sizes are in bytes.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _VECTOR_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cpu:
-    """Cores of this machine, and how many of them this process gets.
+    """Cores of this machine, and this process's share of them.
 
     Args:
-        model: As the kernel names it; "" if it does not.
-        num_cores: Cores that are online.
-        num_cores_allowed: Cores that the affinity mask admits.
-        quota_cores: Cores' worth of time that the cgroup grants; None without a quota.
-        vector_flags: Instruction sets that kernels choose between.
+        model: The kernel's name of the processor; "" if unknown.
+        num_cores: Number of online cores.
+        num_cores_allowed: Number of cores in the affinity mask.
+        quota_cores: The cgroup's quota of processor time, in cores; None without a quota.
+        vector_flags: Instruction sets among which kernels choose.
     """
 
     model: str
@@ -43,7 +43,7 @@ class Cpu:
 
     @property
     def num_cores_granted(self) -> int:
-        """Cores that can be kept busy: what mask and quota both admit, at least 1."""
+        """Number of usable cores: the smaller of affinity mask and quota, at least 1."""
         return _granted_cores(self.num_cores_allowed, self.quota_cores)
 
 
@@ -52,14 +52,14 @@ class Memory:
     """Memory of this machine.
 
     Args:
-        total_bytes: What the kernel manages.
-        available_bytes: What can be had without swapping.
-        cgroup_limit_bytes: The lowest limit on the way up from this process's cgroup; None without one.
-        cgroup_used_bytes: What the cgroup with that limit uses, page cache included; None without a limit.
-        huge_pages: Explicit huge pages: how many there are.
-        huge_page_bytes: Size of one.
+        total_bytes: Memory that the kernel manages.
+        available_bytes: Memory available without swapping.
+        cgroup_limit_bytes: The lowest limit of this process's cgroup and its ancestors; None without one.
+        cgroup_used_bytes: Memory use of the cgroup with that limit, including page cache; None without a limit.
+        huge_pages: Number of explicit huge pages.
+        huge_page_bytes: Size of a huge page.
         transparent: Setting of transparent huge pages for private memory; "" if the kernel has none.
-        transparent_shared: The same for shared memory, the kind that memory devices use.
+        transparent_shared: The same for shared memory, which memory devices use.
     """
 
     total_bytes: int
@@ -74,9 +74,9 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryAccess:
-    """What the firmware says of access to a node's memory from the processors nearest to it (ACPI's HMAT).
+    """Firmware data (ACPI's HMAT) on access to a node's memory from its nearest processors.
 
-    Bandwidths are in 1e9 bytes per second; None where the firmware says nothing.
+    Bandwidths are in 1e9 bytes per second; None if the firmware gives no value.
     """
 
     read_latency_ns: float | None = None
@@ -90,13 +90,14 @@ class NumaNode:
     """One NUMA node. A node with memory and no cores may be CXL memory.
 
     Args:
-        node: Its number.
-        cores: Those that belong to it.
-        memory_bytes: All that it has.
-        distances: From it to each node that is online, in the order of their numbers: 10 to itself, 20 to what
-            takes twice as long; () if the kernel says nothing.
-        initiators: The nodes whose processors reach its memory best, by the firmware; () if that says nothing.
-        access: What the firmware says, of processors where it tells these from other initiators.
+        node: Number of the node.
+        cores: Cores of the node.
+        memory_bytes: Size of its memory.
+        distances: Distances to each online node, in the order of their numbers: 10 to itself, 20 to a node that takes
+            twice as long; () if the kernel reports none.
+        initiators: The nodes whose processors reach its memory best, by the firmware; () if unknown.
+        access: Firmware data on access; for processors only, if the firmware distinguishes them from other
+            initiators.
     """
 
     node: int
@@ -114,14 +115,14 @@ class NumaNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DaxDevice:
-    """Memory that a driver gives to programs as /dev/dax, or to the system as a NUMA node.
+    """Memory that a driver offers to programs as /dev/dax, or to the system as a NUMA node.
 
     Args:
-        name: As "dax0.0".
-        memory_bytes: All that it has; 0 before it is set up.
-        node: That of its memory; None if the kernel does not tell.
-        is_file: Whether it is in /dev, where programs map it.
-        is_system_ram: Whether the system has it.
+        name: Such as "dax0.0".
+        memory_bytes: Size of its memory; 0 before setup.
+        node: NUMA node of its memory; None if the kernel does not report it.
+        is_file: Whether it exists in /dev, where programs map it.
+        is_system_ram: Whether the system uses it as RAM.
     """
 
     name: str
@@ -133,7 +134,7 @@ class DaxDevice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """An NVIDIA GPU as NVML sees it; `node` is the NUMA node that it is near to, None if the kernel does not tell."""
+    """An NVIDIA GPU from NVML; `node` is the nearest NUMA node, None if the kernel does not report it."""
 
     name: str
     memory_bytes: int
@@ -152,7 +153,7 @@ class Limit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """Everything above at once; `gpus_note` says why there are no GPUs, or fewer than there could be."""
+    """All facts together; `gpus_note` explains missing GPUs."""
 
     kernel: str
     architecture: str
@@ -166,12 +167,12 @@ class Host:
 
     @property
     def cxl_nodes(self) -> tuple[NumaNode, ...]:
-        """The NUMA nodes with memory and no cores: that is how Linux shows CXL memory it manages."""
+        """The NUMA nodes with memory and no cores: Linux shows CXL memory that it manages as such nodes."""
         return tuple(node for node in self.numa_nodes if node.is_memory_only)
 
 
 def read_host(root: Path = _ROOT) -> Host:
-    """Returns all facts on this machine."""
+    """Returns all facts about this machine."""
     gpus, gpus_note = read_gpus(root)
     return Host(
         kernel=platform.release(),
@@ -200,7 +201,7 @@ def read_cpu(root: Path = _ROOT) -> Cpu:
 
 
 def count_granted_cores(root: Path = _ROOT) -> int:
-    """As Cpu.num_cores_granted, without a look at what the cores are."""
+    """Like Cpu.num_cores_granted, without reading other properties of the cores."""
     return _granted_cores(len(os.sched_getaffinity(0)), _quota_cores(root))
 
 
@@ -226,7 +227,7 @@ def read_memory(root: Path = _ROOT) -> Memory:
 
 
 def read_numa_nodes(root: Path = _ROOT) -> tuple[NumaNode, ...]:
-    """Returns the NUMA nodes by number; none if the kernel knows no NUMA."""
+    """Returns the NUMA nodes by number; empty if the kernel has no NUMA support."""
     nodes = (_numa_node(folder) for folder in (root / "sys/devices/system/node").glob("node[0-9]*"))
     return tuple(sorted(nodes, key=lambda node: node.node))
 
@@ -244,7 +245,7 @@ def _numa_node(folder: Path) -> NumaNode:
     )
 
 
-# Of the best initiators; the first one counts processors alone, the second one also what else sends requests.
+# Classes of best initiators: the first class contains only processors, the second also other requesters.
 _ACCESS_CLASSES = ("access1/initiators", "access0/initiators")
 
 
@@ -274,11 +275,11 @@ def _said_of_access(folder: Path) -> MemoryAccess:
 
 
 def nearest_cores(nodes: Sequence[NumaNode], node: int | None) -> tuple[int, ...]:
-    """The processors nearest to a node's memory: its own, those its firmware names, or those at the least distance.
+    """The processors nearest to a node's memory: its own, those from the firmware, or those at the least distance.
 
     Args:
-        nodes: All that are online, by number.
-        node: One of them; none are near to what is of no node, or of one that is not online.
+        nodes: All online nodes, by number.
+        node: Number of the node; the result is empty for None or a node that is not online.
     """
     home = next((each for each in nodes if each.node == node), None)
     if home is None:
@@ -316,7 +317,7 @@ def _dax_device(folder: Path, root: Path) -> DaxDevice:
 
 
 def read_limits() -> tuple[Limit, ...]:
-    """Returns this process's limits that a job can run into: open files, locked memory, core dumps."""
+    """Returns this process's limits that a job can reach: open files, locked memory, core dumps."""
     names = {
         "nofile": resource.RLIMIT_NOFILE,
         "memlock": resource.RLIMIT_MEMLOCK,
@@ -349,13 +350,13 @@ def parse_kib(text: str) -> int:
 
 
 def parse_choice(text: str) -> str:
-    """Returns what is selected in "always [madvise] never"; "" if nothing is."""
+    """Returns the selected choice of "always [madvise] never"; "" if none is selected."""
     match = re.search(r"\[([\w-]+)\]", text)
     return match.group(1) if match else ""
 
 
 def parse_cores(text: str) -> tuple[int, ...]:
-    """Reads a list of cores such as "0-3,8"."""
+    """Reads a list of cores, such as "0-3,8"."""
     cores: list[int] = []
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -370,13 +371,13 @@ def parse_cpu_max(text: str) -> float | None:
 
 
 def parse_limit_bytes(text: str) -> int | None:
-    """Reads a cgroup's memory limit of either version; None for no limit."""
+    """Reads a cgroup's memory limit, of either cgroup version; None for no limit."""
     number = text.strip()
     return int(number) if number.isdecimal() and int(number) < _UNLIMITED_BYTES else None
 
 
 def parse_cgroups(text: str) -> dict[str, str]:
-    """Reads /proc/self/cgroup: the path by controller, "" standing for the unified hierarchy."""
+    """Reads /proc/self/cgroup: the path by controller; "" stands for the unified hierarchy."""
     paths: dict[str, str] = {}
     for line in text.splitlines():
         _, controllers, path = line.split(":", 2)
@@ -385,9 +386,9 @@ def parse_cgroups(text: str) -> dict[str, str]:
 
 
 def _cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
-    """Yields the folders of this process's cgroup and of those above it, of both versions of cgroups.
+    """Yields the folders of this process's cgroup and its ancestors, for both versions of cgroups.
 
-    Folders that do not exist are among them: a container often sees its own cgroup as the top.
+    Some of these folders may not exist: a container often sees its own cgroup as the top.
     """
     paths = parse_cgroups(_text(root / "proc/self/cgroup"))
     mount = root / "sys/fs/cgroup"
@@ -417,7 +418,7 @@ class _MemoryGroup:
     limit_bytes: int
     used_bytes: int | None
     cached_bytes: int
-    """Of files, not used for a while: the kernel drops them before it kills anybody."""
+    """Cached file pages that have not been used recently: the kernel drops them before it kills processes."""
 
     @property
     def available_bytes(self) -> int:
@@ -425,7 +426,7 @@ class _MemoryGroup:
 
 
 def read_cgroup_available_bytes(root: Path = _ROOT) -> int | None:
-    """The least that this process's cgroup and those above it still allow; None without a limit."""
+    """The least memory that this process's cgroup and its ancestors still allow; None without a limit."""
     available = [group.available_bytes for group in _memory_groups(root)]
     return max(0, min(available)) if available else None
 
@@ -452,8 +453,8 @@ def _memory_groups(root: Path) -> Iterator[_MemoryGroup]:
 
 
 def read_out_of_memory_kills(root: Path = _ROOT) -> tuple[int, int]:
-    """How many processes the kernel has killed so far because memory had run out: in this process's cgroup and those
-    above it, and on the whole machine."""
+    """Numbers of processes that the kernel has killed so far because memory ran out: in this process's cgroup and its
+    ancestors, and on the whole machine."""
     names = ("memory.events", "memory.oom_control")
     files = [folder / name for folder in _cgroup_folders(root, "memory") for name in names]
     counts = [_count(path, "oom_kill") for path in files]
@@ -466,7 +467,7 @@ def _count(path: Path, name: str) -> int:
 
 
 def _text(path: Path) -> str:
-    """Returns a file's text; "" if there is no such file or the kernel refuses it."""
+    """Returns a file's text; "" if the file does not exist or the kernel refuses access."""
     try:
         return path.read_text(errors="replace")
     except OSError:
@@ -474,9 +475,9 @@ def _text(path: Path) -> str:
 
 
 def read_gpus(root: Path = _ROOT) -> tuple[tuple[Gpu, ...], str]:
-    """Returns the NVIDIA GPUs that answer, and why there are none, or fewer than there could be; "" if all do.
+    """Returns the NVIDIA GPUs that respond, and why GPUs are missing; "" if all respond.
 
-    Asks NVML, by the package nvidia-ml-py.
+    Uses NVML through the package nvidia-ml-py.
     """
     try:
         import pynvml
@@ -514,6 +515,6 @@ def _nvml_gpus(nvml: Any, root: Path) -> tuple[tuple[Gpu, ...], str]:
                 )
             )
         except nvml.NVMLError as error:
-            # One GPU that has fallen off the bus must not hide the others.
+            # One GPU that has dropped off the bus must not hide the others.
             lost.append(f"GPU {index}: {error}")
     return tuple(gpus), "; ".join(lost)

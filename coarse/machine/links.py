@@ -1,6 +1,6 @@
-"""What limits transfers between workers and memory devices of a machine: latencies, and capacities that they share.
+"""Limits of transfers between workers and memory devices of a machine: latencies and shared capacities.
 
-G is 1e9, B is a byte. How the buckets of a machine come about: docs/design/machines.md.
+G is 1e9, B is a byte. docs/design/machines.md explains how a machine's buckets are derived.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ class Bucket:
     """A capacity that transfers share: one direction of a link, both together, an uplink of a switch, a host bridge.
 
     Args:
-        name: For messages; no two buckets of a table have the same.
-        gbytes_per_s: What all transfers through it get together.
+        name: Name for messages, unique in a table.
+        gbytes_per_s: Bandwidth of all transfers through it together.
 
     Raises:
-        ValueError: If the name is empty, or the capacity not positive and finite.
+        ValueError: If the name is empty, or the capacity is not positive and finite.
     """
 
     name: str
@@ -35,14 +35,14 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Path:
-    """The way from one endpoint to another.
+    """The path from one endpoint to another.
 
     Args:
-        latency_us: Of a transfer of no bytes.
-        buckets: Positions in LinkTable.buckets, each once; a transfer takes its bytes from all of them.
+        latency_us: Time of a transfer of no bytes.
+        buckets: Positions in LinkTable.buckets, without duplicates; a transfer takes its bytes from all of them.
 
     Raises:
-        ValueError: If the latency is negative or not finite, or the buckets are none or name one twice.
+        ValueError: If the latency is negative or not finite, or `buckets` is empty or contains a duplicate.
     """
 
     latency_us: float
@@ -62,11 +62,11 @@ class LinkTable:
     Workers 0..num_workers-1 are the endpoints of these numbers; memory device d is endpoint num_workers + d.
 
     Args:
-        machine: Name of the machine whose links these are.
+        machine: Name of the links' machine.
         num_workers: Workers of the node, at least 1.
         num_devices: Memory devices of the node, at least 1.
         buckets: All capacities.
-        paths: By source and target endpoint; None on the diagonal, a Path everywhere else.
+        paths: Paths by source and target endpoint; None on the diagonal.
 
     Raises:
         ValueError: If the parts do not fit together; the message names the path or bucket.
@@ -112,7 +112,7 @@ class LinkTable:
         """The endpoint of a worker.
 
         Raises:
-            ValueError: If there is no such worker.
+            ValueError: If the worker does not exist.
         """
         if not 0 <= worker < self.num_workers:
             raise ValueError(f"worker {worker} is none of the {self.num_workers} workers")
@@ -122,7 +122,7 @@ class LinkTable:
         """The endpoint of a memory device.
 
         Raises:
-            ValueError: If there is no such memory device.
+            ValueError: If the memory device does not exist.
         """
         if not 0 <= device < self.num_devices:
             raise ValueError(f"memory device {device} is none of the {self.num_devices} memory devices")
@@ -133,7 +133,7 @@ class LinkTable:
         return f"worker {endpoint}" if endpoint < self.num_workers else f"md{endpoint - self.num_workers}"
 
     def path(self, source: int, target: int) -> Path:
-        """The way from one endpoint to another.
+        """The path from one endpoint to another.
 
         Raises:
             ValueError: If an endpoint does not exist, or both are the same.
@@ -148,22 +148,22 @@ class LinkTable:
         return path
 
     def bandwidth_gbytes_per_s(self, source: int, target: int) -> float:
-        """What one transfer alone gets: the tightest bucket of its path."""
+        """Bandwidth of one transfer alone: the smallest bucket of its path."""
         return min(self.buckets[index].gbytes_per_s for index in self.path(source, target).buckets)
 
     def duplex_gbytes_per_s(self, one: int, other: int) -> float:
-        """What a transfer each way gets in sum if both run at once and alone (COARSE paper, Figure 8)."""
+        """Total bandwidth of two simultaneous transfers, one each way, without others (COARSE paper, Figure 8)."""
         shared = set(self.path(one, other).buckets) & set(self.path(other, one).buckets)
         both = self.bandwidth_gbytes_per_s(one, other) + self.bandwidth_gbytes_per_s(other, one)
         return min([both, *(self.buckets[index].gbytes_per_s for index in shared)])
 
     def to_json(self) -> str:
-        """The form in which it is passed to other processes."""
+        """The JSON form for other processes."""
         return json.dumps(asdict(self), separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> LinkTable:
-        """Reads what `to_json` wrote.
+        """Reads the output of `to_json`.
 
         Raises:
             ValueError: If it is anything else.

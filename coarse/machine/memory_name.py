@@ -1,4 +1,4 @@
-"""What memories are called that a memory device can own: host, numa:2, dax:/dev/dax0.0, cuda:4 (docs/devices.md)."""
+"""Names of memories that a memory device can own: host, numa:2, dax:/dev/dax0.0, cuda:4 (docs/devices.md)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from coarse.machine.fields import FieldError
 PLACE_KEYS: Mapping[str, str] = MappingProxyType(
     {"host": "", "numa": "node", "dax": "path", "cuda": "device"}
 )
-"""Kinds of memory, and the key of a partition table that says which of that kind; "" where there is one only."""
+"""Kinds of memory, each with the partition table's key for the place; "" if only one memory of the kind exists."""
 
 DEVICE_KINDS = tuple(PLACE_KEYS)
 """Kinds of memory that a memory device can own."""
@@ -20,15 +20,14 @@ DEVICE_KINDS = tuple(PLACE_KEYS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryName:
-    """One memory of this machine, whether it is there or not; names of the same one are equal, however written.
+    """Name of a memory of this machine, which may not exist. Different spellings of the same memory are equal.
 
     Args:
         kind: One of DEVICE_KINDS.
-        place: Which of that kind: the number of a NUMA node, the path of a DAX device, the ordinal of a GPU; "" for
-            the host's memory.
+        place: The number of a NUMA node, the path of a DAX device, or the ordinal of a GPU; "" for the host's memory.
 
     Raises:
-        ValueError: If the kind is unknown, or the place cannot be one of that kind.
+        ValueError: If the kind is unknown, or the place is not valid for the kind.
 
     Example:
         >>> str(MemoryName.parse("numa:2"))
@@ -73,17 +72,17 @@ class MemoryName:
 
     @classmethod
     def parse(cls, text: str) -> MemoryName:
-        """Reads what str() gives.
+        """Reads the output of str().
 
         Raises:
-            ValueError: If it is the name of no memory.
+            ValueError: If the text is not the name of a memory.
         """
         kind, _, place = text.strip().partition(":")
         return cls(kind=kind, place=place)
 
 
 def parse_memory_devices(text: str) -> int | tuple[MemoryName, ...]:
-    """Reads "3", a number of memory devices, or "host,numa:2": a memory for each.
+    """Reads a number of memory devices, such as "3", or a memory for each, such as "host,numa:2".
 
     Raises:
         ValueError: If it is neither.

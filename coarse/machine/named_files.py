@@ -9,10 +9,10 @@ from pathlib import Path
 
 
 def find(name: str | os.PathLike[str], folder: Path, *, what: str) -> Path:
-    """The file that a name or path stands for; `folder` holds the named ones.
+    """The file for a name or path; `folder` contains the named files.
 
     Raises:
-        ValueError: If a name is unknown; the nearest ones are suggested.
+        ValueError: If a name is unknown; suggests the nearest ones.
     """
     text = os.fspath(name)
     if os.sep in text or text.endswith(".toml"):
@@ -29,7 +29,7 @@ def names_in(folder: Path) -> list[str]:
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """What might have been meant, or all there is: the end of an error message."""
+    """The end of an error message: similar names, or all names."""
     known = list(known)
     nearest = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.5)
     return (

@@ -1,4 +1,4 @@
-"""Whether the kernel has killed processes because memory ran out, of which it does not tell their parents."""
+"""Detects processes that the kernel killed because memory ran out, which it does not report to their parents."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from coarse.machine.host import read_memory, read_out_of_memory_kills
 
 
 class OutOfMemoryWatch:
-    """Knows whether the kernel has killed processes for want of memory since this was made.
+    """Detects processes that the kernel has killed for lack of memory since this object's creation.
 
     Args:
-        root: Where /proc and /sys are.
+        root: Folder with /proc and /sys.
     """
 
     def __init__(self, root: Path = Path("/")) -> None:
@@ -19,7 +19,7 @@ class OutOfMemoryWatch:
         self._before = read_out_of_memory_kills(root)
 
     def evidence(self) -> str:
-        """What speaks for it, and what to do then; "" if nothing does."""
+        """Evidence for such kills, with advice; "" for none."""
         in_group, on_machine = read_out_of_memory_kills(self._root)
         if in_group > self._before[0]:
             limit = read_memory(self._root).cgroup_limit_bytes or 0

@@ -1,4 +1,4 @@
-"""Which memory device serves which workers of a node (COARSE paper, section IV-B: the GPU partition table)."""
+"""Assigns a node's workers to its memory devices (COARSE paper, section IV-B: the GPU partition table)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _TABLES = Path(__file__).with_name("partition_tables")
 _EXAMPLES = {"node": "node = 2", "path": 'path = "/dev/dax0.0"', "device": 'device = "cuda:4"'}
-_GPU = "cuda:"  # a GPU is named as PyTorch does
+_GPU = "cuda:"  # GPU names follow PyTorch
 _KEYS = ("kind", "workers", "gpu", *filter(None, PLACE_KEYS.values()))
 _HOST = MemoryName()
 
@@ -27,9 +27,9 @@ class MemoryDeviceEntry:
     """One memory device.
 
     Args:
-        memory: What it owns.
-        workers: Local ranks whose local proxy it is; may be empty.
-        gpu: The GPU of an emulated machine that plays it; None to leave the choice to the machine.
+        memory: The memory that it owns.
+        workers: Local ranks of the workers whose local proxy it is; may be empty.
+        gpu: The emulated machine's GPU that represents it; None to let the machine choose.
     """
 
     memory: MemoryName = _HOST
@@ -43,12 +43,11 @@ class PartitionTable:
 
     Args:
         devices: In the order of their numbers.
-        worker_gpus: The GPUs of an emulated machine that play workers, by local rank; () to leave the choice to the
-            machine.
+        worker_gpus: The emulated machine's GPUs that represent workers, by local rank; () to let the machine choose.
 
     Raises:
-        ValueError: If a worker has no memory device, or two; if a GPU is named twice, or only some are named; if
-            two memory devices have the same DAX device; if some have GPUs and others do not.
+        ValueError: If a worker has no memory device, or two; if a GPU is named twice, or only some GPUs are named; if
+            two memory devices use the same DAX device; if some memory devices own GPUs and others do not.
 
     Example:
         >>> PartitionTable.even(num_workers=4, num_devices=2).local_device(3)
@@ -131,16 +130,16 @@ class PartitionTable:
 
     @property
     def num_devices(self) -> int:
-        """How many memory devices there are."""
+        """Number of memory devices."""
         return len(self.devices)
 
     @property
     def num_workers(self) -> int:
-        """How many workers they serve."""
+        """Number of workers that they serve."""
         return sum(len(device.workers) for device in self.devices)
 
     def workers_in(self, memory: str) -> tuple[int, ...]:
-        """The workers whose local memory devices own the memory of that name."""
+        """The workers whose local memory devices own the memory with this name."""
         return tuple(
             worker for device in self.devices if str(device.memory) == memory for worker in device.workers
         )
@@ -151,23 +150,23 @@ class PartitionTable:
 
     @property
     def is_on_gpus(self) -> bool:
-        """Whether memory devices own memory of GPUs."""
+        """Whether memory devices own GPU memory."""
         return any(device.memory.kind == "cuda" for device in self.devices)
 
     @property
     def memories(self) -> tuple[str, ...]:
-        """The names of what the memory devices own, in their order."""
+        """Names of the memory devices' memories, in their order."""
         return tuple(str(device.memory) for device in self.devices)
 
     @classmethod
     def even(
         cls, *, num_workers: int, num_devices: int, memories: Sequence[MemoryName] = ()
     ) -> PartitionTable:
-        """Deals workers out in even blocks: 1:1, 2:1, n:1. Devices beyond the workers serve nobody directly.
+        """Assigns workers in even blocks: 1:1, 2:1, n:1. Devices in excess of the workers serve none directly.
 
         Args:
-            num_workers, num_devices: How many there are.
-            memories: Of each memory device; the host's if there are none.
+            num_workers, num_devices: Numbers of workers and memory devices.
+            memories: Memory of each device; the host's if empty.
         """
         blocks: list[list[int]] = [[] for _ in range(num_devices)]
         for worker in range(num_workers):
@@ -178,7 +177,7 @@ class PartitionTable:
     def of_workers(
         cls, workers: Sequence[Sequence[int]], memories: Sequence[MemoryName] = ()
     ) -> PartitionTable:
-        """Memory devices that serve the given local ranks each, with the given memories or else the host's."""
+        """A table with the given local ranks for each memory device, and the given memories or else the host's."""
         owned = memories or [_HOST] * len(workers)
         return cls(
             devices=tuple(
@@ -191,16 +190,16 @@ class PartitionTable:
     def load(cls, path: str | os.PathLike[str]) -> PartitionTable:
         """Reads a table from a TOML file.
 
-        A `[[memory_device]]` section each, with `workers = [0, 1]` and, if it is not "host", a `kind` and which of
-        it: `kind = "numa"` with `node = 2`, `kind = "dax"` with `path = "/dev/dax0.0"`, `kind = "cuda"` with
-        `device = "cuda:4"`. To say which GPUs of an emulated machine play them: `gpu = 1` in each section,
-        `worker_gpus = [0, 2]` before the first.
+        Each memory device has a `[[memory_device]]` section with `workers = [0, 1]` and, unless its kind is "host", a
+        `kind` and a place: `kind = "numa"` with `node = 2`, `kind = "dax"` with `path = "/dev/dax0.0"`,
+        `kind = "cuda"` with `device = "cuda:4"`. The GPUs of an emulated machine that represent them are given by
+        `gpu = 1` in each section and `worker_gpus = [0, 2]` before the first section.
 
         Args:
-            path: Of the file, or one of `partition_table_names`.
+            path: Path of the file, or one of `partition_table_names`.
 
         Raises:
-            ValueError: If the file cannot be read as a table; the message names the file, and the line if it can.
+            ValueError: If the file is not a valid table; the message names the file and, if possible, the line.
         """
         from coarse.machine.toml_lines import read_toml
 
@@ -212,19 +211,19 @@ class PartitionTable:
 
 
 def partition_table_names() -> list[str]:
-    """Names of the tables that come with COARSE: those of the paper's runs."""
+    """Names of the tables that come with COARSE, from the paper's runs."""
     return names_in(_TABLES)
 
 
 def choose_partition_table(
     path: str, *, num_workers: int, devices: int | Sequence[MemoryName]
 ) -> PartitionTable:
-    """The table in the file `path`, or an even one where there is no path.
+    """The table in the file `path`, or an even table without a path.
 
     Args:
-        path: Of a TOML file, or the name of a table that comes with COARSE; "" for none.
-        num_workers: Workers of this node.
-        devices: For an even table: how many memory devices, 0 for one per worker, or the memory of each.
+        path: Path of a TOML file, or the name of a table that comes with COARSE; "" for none.
+        num_workers: Number of workers of this node.
+        devices: For an even table: number of memory devices, 0 for one per worker, or the memory of each.
 
     Raises:
         ValueError: If the table cannot be read or is for another number of workers.
@@ -273,10 +272,10 @@ def _entry(document: TomlDocument, number: int, section: Any) -> MemoryDeviceEnt
 
 
 def _memory(section: Mapping[str, Any]) -> MemoryName:
-    """What the keys say together: the kind, and with the one key that goes with it which of that kind.
+    """The memory given by the kind and the kind's key for the place.
 
     Raises:
-        FieldError: If they do not go together.
+        FieldError: If the keys do not fit together.
     """
     kind = str(section.get("kind", "host"))
     expected = PLACE_KEYS.get(kind, "")
@@ -289,7 +288,7 @@ def _memory(section: Mapping[str, Any]) -> MemoryName:
 
 
 def _place(key: str, value: Any) -> str:
-    """The place that a key's value names; FieldError unless it is of the one type that the key has."""
+    """The place that a key's value names; raises FieldError unless the value has the key's type."""
     if key == "node":
         is_fit = type(value) is int
     else:

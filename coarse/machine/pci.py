@@ -1,4 +1,4 @@
-"""Devices on PCI as sysfs names them, and the NUMA nodes that they are near to."""
+"""PCI devices by their sysfs names, and their nearest NUMA nodes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ _ROOT = Path("/")
 
 
 def normal_bus_id(bus_id: str | bytes) -> str:
-    """A PCI bus id as sysfs writes it: NVML's domain has eight digits, upper case, in bytes by some versions.
+    """A PCI bus id in the form of sysfs; NVML writes eight-digit domains in upper case, some versions as bytes.
 
     Raises:
-        ValueError: If it is none.
+        ValueError: If it is not a bus id.
     """
     text = bus_id.decode() if isinstance(bus_id, bytes) else bus_id
     domain, _, rest = text.lower().partition(":")
@@ -21,7 +21,7 @@ def normal_bus_id(bus_id: str | bytes) -> str:
 
 
 def read_pci_node(bus_id: str, root: Path = _ROOT) -> int | None:
-    """The NUMA node that a device is near to, by its bus id as sysfs writes it; None where that is not told."""
+    """The nearest NUMA node of a device, by its bus id in the form of sysfs; None if unknown."""
     try:
         node = int((root / "sys/bus/pci/devices" / bus_id / "numa_node").read_text())
     except (OSError, ValueError):

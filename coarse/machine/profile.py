@@ -1,6 +1,6 @@
-"""A machine: how its devices are wired, what its links can do, and who says so.
+"""A machine: the wiring of its devices, the performance of its links, and the sources of these figures.
 
-These values check themselves; files of them are read by profile_file.py and become link tables in wiring.py.
+These values check themselves; profile_file.py reads them from files, and wiring.py turns them into link tables.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from coarse.machine.fields import FieldError, check_distinct
 
 KINDS = ("measured", "announced", "recalled", "assumed")
-"""What a figure is: measured by its source, announced by a maker or a standard, recalled, or assumed by us."""
+"""Kind of a figure: measured by its source, announced by a maker or a standard, recalled, or assumed by us."""
 
 GPUS, EXPANDERS = "gpus", "expanders"
 """Kinds of topology: workers and memory devices are GPUs; or memory devices are expanders of a host with workers."""
@@ -21,29 +21,29 @@ SCOPES: Mapping[str, tuple[str, ...]] = {
     GPUS: ("endpoint", "switch", "socket", "between sockets"),
     EXPANDERS: ("endpoint", "switch", "host"),
 }
-"""What a link may belong to, by kind of topology."""
+"""Possible scopes of a link, by kind of topology."""
 
 PATHS: Mapping[str, tuple[str, ...]] = {
     GPUS: ("local", "remote", "far", "cci"),
     EXPANDERS: ("worker-device", "device-device", "worker-worker"),
 }
-"""Names of paths, by kind of topology; those in OPTIONAL_PATHS may be left out."""
+"""Names of paths, by kind of topology; those in OPTIONAL_PATHS may be omitted."""
 
 OPTIONAL_PATHS = ("far", "cci")
-"""Across sockets, and between memory devices (the paper's CCI, Fig 5 to 7): without them, as any other pair."""
+"""Across sockets, and between memory devices (the paper's CCI, Fig 5 to 7); if omitted, like any other pair."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """A number and where it comes from.
+    """A number and its source.
 
     Args:
-        value: The number, in the unit that the name of its field gives.
-        source: Where it stands, or what it is assumed from.
+        value: The number, in the unit of the field's name.
+        source: The publication of the number, or the basis of the assumption.
         kind: One of KINDS.
 
     Raises:
-        FieldError: If the number is negative or not finite, the source empty, or the kind unknown.
+        FieldError: If the number is negative or not finite, the source is empty, or the kind is unknown.
     """
 
     value: float
@@ -67,19 +67,19 @@ class Figure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """A link that paths lead over; there is one for each thing that its scope names.
+    """A link of paths; one exists for each instance of its scope.
 
     Args:
-        name: What `over` of a path calls it.
+        name: Its name in `over` of a path.
         scope: One of SCOPES.
-        gbytes_per_s: Of each direction.
-        duplex_gbytes_per_s: Of both directions together; None if they do not limit each other.
-        read_gbytes_per_s: Of what leaves a memory device, which is read, if that is not as fast as what is written to
-            it; of scope "endpoint" only.
+        gbytes_per_s: Bandwidth of each direction.
+        duplex_gbytes_per_s: Bandwidth of both directions together; None if they do not limit each other.
+        read_gbytes_per_s: Bandwidth of reads, which leave a memory device, if it differs from that of writes; only
+            for scope "endpoint".
 
     Raises:
-        FieldError: If a capacity is zero, or both directions together get less than one alone or more than both; if
-            reads have a capacity of their own elsewhere than at an endpoint.
+        FieldError: If a capacity is zero; if both directions together are slower than one alone or faster than the
+            sum; if reads have their own capacity other than at an endpoint.
     """
 
     name: str
@@ -96,16 +96,16 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PathClass:
-    """What all paths of one kind have in common.
+    """Common properties of all paths of one kind.
 
     Args:
-        latency_us: Of a transfer of no bytes.
-        gbytes_per_s: What a transfer between two endpoints gets alone; None if only links limit it.
-        duplex_gbytes_per_s: What a transfer each way between two endpoints get in sum; None for no limit of its own.
-        over: Names of the links that it leads over.
+        latency_us: Time of a transfer of no bytes.
+        gbytes_per_s: Bandwidth of a single transfer between two endpoints; None if only links limit it.
+        duplex_gbytes_per_s: Total bandwidth of a transfer each way between two endpoints; None for no separate limit.
+        over: Names of its links.
 
     Raises:
-        FieldError: As of a Link; if there is no limit at all; if a link is named twice.
+        FieldError: As for a Link; if the path has no limit at all; if a link is named twice.
     """
 
     latency_us: Figure
@@ -124,14 +124,14 @@ class PathClass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DirectLink:
-    """A link between two GPUs that nothing else uses, such as NVLink; it takes the place of their path.
+    """A link that only two GPUs use, such as NVLink; it replaces their path.
 
     Args:
         between: The two GPUs.
         path: Its latency and bandwidths, over no other links.
 
     Raises:
-        FieldError: If these are not two GPUs, or the path leads over links.
+        FieldError: If `between` is not two GPUs, or the path leads over links.
     """
 
     between: tuple[int, ...]
@@ -146,16 +146,16 @@ class DirectLink:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """Where devices sit.
+    """The places of devices.
 
     Args:
         kind: GPUS or EXPANDERS.
         gpu: Model of the GPUs; "" for expanders.
-        switches: The GPUs under each switch; () for expanders, of which there are as many as asked for.
+        switches: The GPUs under each switch; () for expanders, which exist in any number.
         sockets: The switches under each socket's host bridge; () for expanders.
 
     Raises:
-        FieldError: If a GPU or switch is named twice, left out or unknown.
+        FieldError: If a GPU or switch is named twice, missing or unknown.
     """
 
     kind: str
@@ -182,34 +182,34 @@ class Topology:
 
     @property
     def num_gpus(self) -> int:
-        """How many GPUs there are; 0 for expanders."""
+        """Number of GPUs; 0 for expanders."""
         return sum(len(switch) for switch in self.switches)
 
     def switch_of(self, gpu: int) -> int:
-        """The switch that a GPU sits under."""
+        """The switch of a GPU."""
         return next(number for number, gpus in enumerate(self.switches) if gpu in gpus)
 
     def socket_of(self, gpu: int) -> int:
-        """The socket that a GPU sits under."""
+        """The socket of a GPU."""
         switch = self.switch_of(gpu)
         return next(number for number, switches in enumerate(self.sockets) if switch in switches)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """A machine that COARSE can pretend to run on. Immutable.
+    """A machine that COARSE can emulate. Immutable.
 
     Args:
-        name: What `--machine` calls it.
+        name: Its name for `--machine`.
         description: One sentence.
-        topology: Where devices sit.
-        links: By name.
-        paths: By name, of PATHS.
-        direct_links: Between pairs of GPUs.
+        topology: The places of devices.
+        links: Links by name.
+        paths: Paths by name, from PATHS.
+        direct_links: Links between pairs of GPUs.
 
     Raises:
         FieldError: If a path is missing or unknown, a path leads over an unknown link, a link's scope does not fit
-            the topology, or a direct link is there twice or joins unknown GPUs.
+            the topology, or a direct link occurs twice or joins unknown GPUs.
 
     Example:
         >>> from coarse.machine.catalogue import (load_machine)

@@ -1,4 +1,4 @@
-"""Reads a machine from a TOML file; what is wrong is reported with file and line (docs/design/machines.md)."""
+"""Reads a machine from a TOML file; errors name file and line (docs/design/machines.md)."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _Value = TypeVar("_Value")
 
 
 def read_machine(path: str | os.PathLike[str]) -> Machine:
-    """Reads a machine; its name is that of the file without ".toml".
+    """Reads a machine; its name is the file's name without ".toml".
 
     Raises:
-        ValueError: If the file cannot be read, or does not describe a machine; the message names file and line.
+        ValueError: If the file cannot be read or does not describe a machine; the message names file and line.
     """
     document = read_toml(path)
     top = _Section(document, (), document.values)
@@ -37,7 +37,7 @@ def read_machine(path: str | os.PathLike[str]) -> Machine:
 
 
 class _Section:
-    """A table of the file: hands out values of the right type, and knows where each of them stands."""
+    """A table of the file: returns values of the right type, and has the line of each."""
 
     def __init__(self, document: TomlDocument, key: Key, values: Any) -> None:
         self._document = document
@@ -47,7 +47,7 @@ class _Section:
         self._values: dict[str, Any] = values
 
     def allow(self, *names: str) -> None:
-        """Refuses all keys but these."""
+        """Refuses all other keys."""
         for name in self._values:
             if name not in names:
                 raise self.error(name, f"unknown key {name!r}; known: {', '.join(names)}")
@@ -58,7 +58,7 @@ class _Section:
 
     @contextmanager
     def pointing(self) -> Iterator[None]:
-        """Gives the errors of values that check themselves their file and line."""
+        """Adds file and line to the errors of values that check themselves."""
         try:
             yield
         except FieldError as error:

@@ -1,7 +1,7 @@
-"""TOML with the line of every key, so that what is wrong in a file can be pointed at.
+"""TOML with the line of every key, so that errors can name the line.
 
-tomllib reads the values, for it reports broken files best. tomlkit keeps all text of a file; counting line
-ends on the way through gives the lines.
+tomllib reads the values, because it reports broken files best. tomlkit keeps all text of a file; counting line
+ends gives the lines.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ Key = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TomlDocument:
-    """Values of a TOML file, and where they stand.
+    """Values of a TOML file, and their lines.
 
     Args:
-        path: Of the file.
+        path: Path of the file.
         values: Plain dicts, lists and scalars.
-        lines: Line of each key, from 1 on. What stands in an array has the line of the array.
+        lines: Line of each key, from 1. Values in an array have the array's line.
     """
 
     path: str
@@ -42,7 +42,7 @@ class TomlDocument:
     lines: dict[Key, int]
 
     def line(self, key: Key) -> int:
-        """The line of a key; of a missing one, that of what should hold it; line 1 for the whole document."""
+        """The line of a key; for a missing key, the line of its parent; line 1 for the whole document."""
         while key and key not in self.lines:
             key = key[:-1]
         return self.lines.get(key, 1)
@@ -52,7 +52,7 @@ class TomlDocument:
         return ValueError(f"{self.path}:{self.line(key)}: {message}")
 
     def error_at(self, field: str, message: str, *, below: Key = ()) -> ValueError:
-        """The same for a key with dots, such as that of a FieldError, below another key."""
+        """Like error(), for a dotted key below another key, such as the key of a FieldError."""
         parts = (int(part) if part.isdecimal() else part for part in field.split("."))
         return self.error((*below, *parts), message)
 
@@ -61,7 +61,7 @@ def read_toml(path: str | os.PathLike[str]) -> TomlDocument:
     """Reads a file.
 
     Raises:
-        ValueError: If it cannot be read, or is no TOML; the message names file and line.
+        ValueError: If it cannot be read or is not TOML; the message names file and line.
     """
     name = os.fspath(path)
     try:
@@ -77,7 +77,7 @@ def parse_toml(text: str, *, path: str) -> TomlDocument:
     """Reads text; `path` is for messages.
 
     Raises:
-        ValueError: If it is no TOML; the message names file and line.
+        ValueError: If it is not TOML; the message names file and line.
     """
     try:
         values = tomllib.loads(text)
@@ -113,7 +113,7 @@ class _Walk:
 
     def _table(self, table: Table, key: Key) -> None:
         self._pass(table.trivia.indent)
-        # The same table may be opened by several headers, of which the first counts.
+        # Several headers may open the same table; the first one counts.
         self._lines.setdefault(key, self._line)
         if not table.is_super_table():
             self._pass(table.trivia.trail)
@@ -127,7 +127,7 @@ class _Walk:
         self._pass(item.as_string(), item.trivia.trail)
 
     def _inline(self, container: Container, above: Key) -> None:
-        # An inline table stands on one line, unless a string in it does not.
+        # An inline table occupies one line, unless it contains a multi-line string.
         for key, item in container.body:
             if key is not None:
                 name = (*above, key.key)

@@ -1,4 +1,4 @@
-"""From a machine and a partition table to the buckets and paths between endpoints (docs/design/machines.md)."""
+"""Turns a machine and a partition table into buckets and paths between endpoints (docs/design/machines.md)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def link_table(machine: Machine, table: PartitionTable) -> LinkTable:
-    """Wires the endpoints of `table` as `machine` says.
+    """Builds the links between the endpoints of `table` on `machine`.
 
     Raises:
         ValueError: If the table does not fit the machine.
@@ -36,13 +36,13 @@ def link_table(machine: Machine, table: PartitionTable) -> LinkTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Endpoint:
-    """Where one endpoint sits.
+    """The place of one endpoint.
 
     Args:
-        name: For the names of buckets.
+        name: Name for its buckets.
         is_device: Whether it is a memory device.
-        gpu: Its GPU; -1 beside expanders.
-        scopes: The thing of each scope that it belongs to; of scopes that are missing it uses no link.
+        gpu: Its GPU; -1 on machines with expanders.
+        scopes: Its instance of each scope; it uses no link of missing scopes.
     """
 
     name: str
@@ -52,7 +52,7 @@ class _Endpoint:
 
 
 class _Buckets:
-    """Numbers buckets in the order in which they are first asked for."""
+    """Numbers buckets in the order of first use."""
 
     def __init__(self) -> None:
         self.buckets: list[Bucket] = []
@@ -84,7 +84,7 @@ def _place_gpus(machine: Machine, table: PartitionTable) -> list[_Endpoint]:
 
 
 def _choose_gpus(machine: Machine, table: PartitionTable) -> tuple[list[int], list[int]]:
-    """The GPU of each worker and of each memory device: those that the table names, or one after the other."""
+    """The GPU of each worker and memory device: from the table, or assigned one after the other."""
     available = machine.topology.num_gpus
     if table.worker_gpus:
         devices = [device.gpu for device in table.devices if device.gpu is not None]
@@ -100,7 +100,7 @@ def _choose_gpus(machine: Machine, table: PartitionTable) -> tuple[list[int], li
             f"{table.num_workers} workers and {table.num_devices} memory devices need {needed} GPUs, "
             f"{machine.name} has {available}"
         )
-    # In the order of the switches, each memory device right behind its workers: pairs share a switch.
+    # In the order of the switches, each memory device directly after its workers, so that pairs share a switch.
     free = iter([gpu for switch in machine.topology.switches for gpu in switch])
     workers, devices = [0] * table.num_workers, [0] * table.num_devices
     for number, device in enumerate(table.devices):
@@ -153,7 +153,7 @@ def _path_class(machine: Machine, source: _Endpoint, target: _Endpoint) -> PathC
 
 
 def _own_buckets(buckets: _Buckets, path: PathClass, source: _Endpoint, target: _Endpoint) -> Iterator[int]:
-    """What the two endpoints have for themselves: their direction, and both directions together."""
+    """Buckets of the two endpoints alone: their direction, and both directions together."""
     if path.gbytes_per_s is not None:
         yield buckets.number(f"{source.name} > {target.name}", float(path.gbytes_per_s.value))
     if path.duplex_gbytes_per_s is not None:
@@ -161,7 +161,7 @@ def _own_buckets(buckets: _Buckets, path: PathClass, source: _Endpoint, target: 
 
 
 def _link_buckets(buckets: _Buckets, link: Link, source: _Endpoint, target: _Endpoint) -> Iterator[int]:
-    """What they share with others: the source's link upwards, the target's downwards."""
+    """Buckets shared with others: the source's upward link, the target's downward link."""
     if link.scope == "between sockets":
         one, other = source.scopes["socket"], target.scopes["socket"]
         if one != other:

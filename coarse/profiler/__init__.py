@@ -1,4 +1,4 @@
-"""What links carry and what follows from it: profiles as values; routes, shards and rings planned by pure functions.
+"""Profiles of links as values, and plans of routes, shards and rings as pure functions of them.
 
-`coarse.tuning` measures the links of a session and has it follow such plans.
+`coarse.tuning` measures the links of a session and applies such plans.
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-BYTES_PER_US = 1e3  # of one GB/s, G being 1e9
+BYTES_PER_US = 1e3  # for one GB/s; G is 1e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,11 +14,11 @@ class AlphaBeta:
 
     Args:
         alpha_us: Latency.
-        beta_gbytes_per_s: Bandwidth, in 1e9 bytes per second; infinite where time does not grow with size.
-        relative_error: Root mean square of (model - measured) / measured over the sizes that it was fitted to.
+        beta_gbytes_per_s: Bandwidth, in 1e9 bytes per second; infinite if time does not grow with size.
+        relative_error: Root mean square of (model - measured) / measured over the fitted sizes.
 
     Raises:
-        ValueError: If a number is negative or no number, or the bandwidth is 0.
+        ValueError: If a number is negative or NaN, or the bandwidth is 0.
     """
 
     alpha_us: float
@@ -31,5 +31,5 @@ class AlphaBeta:
             raise ValueError(f"a path needs a latency of at least 0 and a bandwidth above 0: {self}")
 
     def time_us(self, nbytes: float) -> float:
-        """How long `nbytes` bytes take."""
+        """Time of a transfer of `nbytes` bytes."""
         return self.alpha_us + nbytes / (self.beta_gbytes_per_s * BYTES_PER_US)

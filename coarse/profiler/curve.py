@@ -13,27 +13,27 @@ from numpy.typing import NDArray
 
 from coarse.profiler.alpha_beta import AlphaBeta
 
-_MAD_TO_SIGMA = 1.4826  # of a normal distribution
+_MAD_TO_SIGMA = 1.4826  # for a normal distribution
 _OUTLIER_SIGMAS = 5.0
-_SPREADS_OF_DOUBT = 3.0  # two repeats that were delayed alike may differ by less than their delay
+_SPREADS_OF_DOUBT = 3.0  # two repeats with similar delays may differ by less than their delay
 _MOST_BYTES = 1 << 50
 _LEAST_TIME_US, _MOST_TIME_US = 1e-6, 1e12
-_BYTES_PER_US = 1e3  # of one GB/s, G being 1e9
+_BYTES_PER_US = 1e3  # for one GB/s; G is 1e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurvePoint:
-    """What was measured at one size.
+    """The measurement at one size.
 
     Args:
         nbytes: The size, at least 1 and at most 1 PiB.
-        time_us: Median over the repeats that count, at least a picosecond and at most eleven days.
-        spread_us: How far off it may be: the median absolute deviation of the repeats, scaled to a standard
-            deviation; of a fastest repeat, its distance from the lower quartile.
-        num_repeats: How many repeats count; outliers do not.
+        time_us: Median of the repeats without outliers, at least a picosecond and at most eleven days.
+        spread_us: Uncertainty: the median absolute deviation of the repeats, scaled to a standard deviation; for a
+            fastest repeat, its distance from the lower quartile.
+        num_repeats: Number of repeats without outliers.
 
     Raises:
-        ValueError: If a number is out of range or no number.
+        ValueError: If a number is out of range or NaN.
     """
 
     nbytes: int
@@ -51,19 +51,19 @@ class CurvePoint:
 
     @classmethod
     def from_repeats(cls, nbytes: int, times_us: Sequence[float]) -> CurvePoint:
-        """Takes the median of what is left when outliers are dropped.
+        """Takes the median of the repeats without outliers.
 
-        A repeat is an outlier if it lies further from the median than five times the scaled median absolute
-        deviation: one in a million of a normal distribution, but what a descheduled process measures.
+        A repeat is an outlier if its distance from the median exceeds five times the scaled median absolute
+        deviation. In a normal distribution this is one in a million, but it is typical of a descheduled process.
 
         Raises:
-            ValueError: If there are no repeats, or one is no time.
+            ValueError: If `times_us` is empty or contains an invalid time.
         """
         times = np.asarray(times_us, dtype=np.float64)
         if times.size == 0 or not np.all(np.isfinite(times)):
             raise ValueError(f"{nbytes} bytes: needs at least one repeat, each of a finite time: {times_us}")
         kept = times[np.abs(times - np.median(times)) <= _OUTLIER_SIGMAS * _spread(times)]
-        # Without any spread all that counts is equal to the median.
+        # Without spread, all remaining repeats equal the median.
         kept = kept if kept.size else np.median(times, keepdims=True)
         return cls(
             nbytes=nbytes,
@@ -74,13 +74,13 @@ class CurvePoint:
 
     @classmethod
     def from_fastest(cls, nbytes: int, times_us: Sequence[float]) -> CurvePoint:
-        """Takes the fastest repeat: for emulated links, which no transfer beats and every delay of the host adds to.
+        """Takes the fastest repeat: for emulated links, where transfers are never too fast, but host delays add.
 
-        Its spread reaches to the lower quartile, with fewer than eight repeats to the second fastest: where a quarter
-        of the repeats agree, the link itself was timed; where they do not, all of them may be delayed.
+        Its spread is the distance to the lower quartile, or with fewer than eight repeats to the second fastest. If a
+        quarter of the repeats agree, they show the link's own time; otherwise all of them may be delayed.
 
         Raises:
-            ValueError: As from_repeats() does.
+            ValueError: As for from_repeats().
         """
         cls.from_repeats(nbytes, times_us)  # for its checks
         ordered = sorted(times_us)
@@ -91,7 +91,7 @@ class CurvePoint:
 
     @property
     def least_us(self) -> float:
-        """The time less three times its spread: what it may be without the delays that repeats disagree about."""
+        """The time minus three times its spread: the possible time without the varying delays of the repeats."""
         return max(self.time_us - _SPREADS_OF_DOUBT * self.spread_us, _LEAST_TIME_US)
 
     @property
@@ -105,10 +105,10 @@ class Curve:
     """Time by size of one path. Immutable; safe to share between threads.
 
     Args:
-        points: In any order, one per size; kept by size.
+        points: In any order, one per size; stored by size.
 
     Raises:
-        ValueError: If there is no point, or a size is there twice.
+        ValueError: If `points` is empty or contains a size twice.
     """
 
     points: tuple[CurvePoint, ...]
@@ -133,24 +133,24 @@ class Curve:
         return cls(points=tuple(CurvePoint.from_fastest(nbytes, times) for nbytes, times in times_us.items()))
 
     def at_its_least(self) -> Curve:
-        """The curve of the least times that spreads leave possible (see CurvePoint.least_us)."""
+        """The curve of the least possible times according to the spreads (see CurvePoint.least_us)."""
         return Curve(points=tuple(replace(point, time_us=point.least_us) for point in self.points))
 
     @property
     def latency_us(self) -> float:
-        """Time of the smallest size that was measured."""
+        """Time of the smallest measured size."""
         return self.points[0].time_us
 
     @property
     def peak_gbytes_per_s(self) -> float:
-        """Highest bandwidth of any size that was measured."""
+        """Highest bandwidth of all measured sizes."""
         return max(point.gbytes_per_s for point in self.points)
 
     def time_us(self, nbytes: float) -> float:
-        """How long `nbytes` bytes take.
+        """Time of `nbytes` bytes.
 
-        Straight between measured sizes, which is exact where time = alpha + bytes / beta. Below the smallest one
-        as long as that; above the largest one at the bandwidth of that.
+        Interpolates linearly between measured sizes, which is exact where time = alpha + bytes / beta. Uses the
+        smallest size's time below it, and the largest size's bandwidth above it.
         """
         index = bisect_left(self.points, nbytes, key=lambda point: point.nbytes)
         if index == 0:
@@ -170,8 +170,8 @@ class Curve:
     def fit(self) -> AlphaBeta:
         """Fits time = alpha + bytes / beta by least squares of relative errors.
 
-        Absolute errors would leave the latency to the largest sizes, whose noise exceeds it. Neither alpha nor
-        1 / beta becomes negative. A single point is all bandwidth.
+        With absolute errors, the largest sizes would determine the latency, although their noise exceeds it. Neither
+        alpha nor 1 / beta becomes negative. A single point is fitted by bandwidth alone.
         """
         sizes = np.array([point.nbytes for point in self.points], dtype=np.float64)
         times = np.array([point.time_us for point in self.points], dtype=np.float64)
@@ -192,7 +192,7 @@ def _fit_line(sizes: NDArray[np.float64], times: NDArray[np.float64]) -> tuple[f
     """Non-negative (intercept, slope) with the least sum of squared relative errors."""
     constant, linear = 1 / times, sizes / times
     if sizes.size > 1:
-        scale = float(sizes.max())  # columns of like size, for the sake of precision
+        scale = float(sizes.max())  # columns of similar magnitude, for precision
         (alpha, slope), *_ = np.linalg.lstsq(
             np.column_stack((constant, linear / scale)), np.ones_like(times), rcond=None
         )

@@ -1,4 +1,4 @@
-"""Which tensors the memory devices synchronise and which the workers do themselves (COARSE paper, section III-F)."""
+"""Divides tensors between memory devices and direct all-reduce (COARSE paper, section III-F)."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 OFF, AUTO = "off", "auto"
 
 ALIKE_FRACTION = 0.01
-"""Estimates are no more exact than this. For less, nothing is split between the two ways."""
+"""Uncertainty of estimates: for a smaller gain, nothing is split between the two ways."""
 
 _SHARES = 16
-"""Of all bytes, so many shares are tried for the memory devices."""
+"""Number of shares of all bytes that are tried for the memory devices."""
 
-_BYTES_PER_S = 1e9  # of one GB/s
+_BYTES_PER_S = 1e9  # for one GB/s
 
 
 def parse_mode(text: str) -> str | int:
@@ -44,18 +44,18 @@ def parse_mode(text: str) -> str | int:
 
 
 def ring_factor(num_members: int) -> float:
-    """Bytes that each member of a ring sends per byte that is reduced: 2 (p-1) / p."""
+    """Bytes that each member of a ring sends per reduced byte: 2 (p-1) / p."""
     return 2 * (num_members - 1) / num_members
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncCosts:
-    """Seconds that synchronising a byte takes, on either way.
+    """Seconds to synchronise a byte, by either way.
 
     Args:
         proxy_s_per_byte: Through the memory devices; T_sync(proxy) = this * m.
         worker_s_per_byte: Among the workers; T_sync(GPU) = this * (n - m).
-        shared: Links that both ways use, as (proxy, worker) seconds per byte of each: what passes them adds up.
+        shared: Links that both ways use, as (proxy, worker) seconds per byte of each; their times add up.
 
     Raises:
         ValueError: If a cost is negative or not finite.
@@ -78,11 +78,11 @@ class SyncCosts:
     def of_profile(cls, profile: Profile, tables: Sequence[RoutingTable], *, shard_bytes: int) -> SyncCosts:
         """From measured curves: bandwidths at the shard size, of the slowest link of each ring.
 
-        The paper counts the ring between proxies alone. Here pushing and pulling count, too: they run beside the
-        ring, so that the slower of the two sets the pace, or in turns with it where paths share links.
+        The paper counts only the ring between proxies. Here pushes and pulls count, too: they run in parallel with
+        the ring, so that the slower of the two limits the speed, or alternate with it if paths share links.
 
         Args:
-            profile: Of the machine.
+            profile: Profile of the machine.
             tables: The routing table of each worker.
             shard_bytes: S'.
         """
@@ -105,21 +105,21 @@ class SyncCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DualSyncInputs:
-    """What the estimate needs of a job.
+    """A job's data for the estimate.
 
     Args:
-        tensor_bytes: Of each tensor, or of each shard, in the order of pushing: the last layers' first. None of them
-            is split.
+        tensor_bytes: Size of each tensor, or of each shard, in push order: the last layers first. None of them is
+            split.
         forward_s, backward_s: T_FP and T_BP, from the first iterations.
-        costs: Of a byte on either way.
-        ready_s: When each tensor is ready, in seconds of the backward pass and never before the one that is pushed
-            before it. None where it is not known: the estimate is the paper's then.
-        workers_compute: The workers reduce on the processors that compute the backward pass, and after it; else links
-            do it meanwhile.
+        costs: Costs of a byte by either way.
+        ready_s: When each tensor is ready, in seconds of the backward pass, not decreasing in push order. None if
+            unknown: the estimate is then the paper's.
+        workers_compute: Whether the workers reduce on the processors that compute the backward pass, and after it.
+            Otherwise the reduction overlaps with the backward pass.
 
     Raises:
-        ValueError: If there is no tensor, one is empty, or a time is negative or not finite; if tensors are ready out
-            of order or after the backward pass.
+        ValueError: If `tensor_bytes` is empty, a tensor is empty, or a time is negative or not finite; if tensors are
+            ready out of order or after the backward pass.
     """
 
     tensor_bytes: tuple[int, ...]
@@ -150,25 +150,25 @@ class DualSyncInputs:
         return sum(self.tensor_bytes)
 
     def boundaries(self) -> tuple[int, ...]:
-        """Every m that cuts no tensor, from 0 to n."""
+        """Every m at a tensor boundary, from 0 to n."""
         return (0, *accumulate(self.tensor_bytes))
 
     def train_s(self, m_bytes: float) -> float:
         """T_train if the first `m_bytes` bytes go to the memory devices.
 
-        max(T_FP + T_BP + T_sync(GPU), T_FP + T_sync(proxy)), and no less than shared links need from the start of
-        the backward pass on.
+        max(T_FP + T_BP + T_sync(GPU), T_FP + T_sync(proxy)), and at least the time that shared links need from the
+        start of the backward pass.
         """
         return self.forward_s + max(fixed + slope * m_bytes for fixed, slope in self._lines())
 
     def timeline_s(self, offloaded: Collection[int]) -> float:
-        """T_train by when tensors are ready, if the memory devices synchronise those at the positions `offloaded`.
+        """T_train from the tensors' ready times, if the memory devices synchronise the positions `offloaded`.
 
-        Each way, and each link that both ways use, serves its tensors one after the other in the order of pushing,
-        none before it is ready.
+        Each way, and each link that both ways use, serves its tensors one after the other in push order, none before
+        it is ready.
 
         Raises:
-            ValueError: If `ready_s` is not known.
+            ValueError: If `ready_s` is None.
         """
         if self.ready_s is None:
             raise ValueError("when tensors are ready is not known")
@@ -178,16 +178,16 @@ class DualSyncInputs:
         to_devices = np.zeros(len(nbytes), dtype=bool)
         to_devices[list(offloaded)] = True
         device_bytes, worker_bytes = _from_each_on(nbytes * to_devices), _from_each_on(nbytes * ~to_devices)
-        # A way ends when everything from some tensor on has passed it without a pause after that one was ready.
+        # A way's end is the largest, over all tensors, of the ready time plus the time of that and all later tensors.
         ends_s = (
             float(np.max(ready_s + proxy * device_bytes + worker * worker_bytes)) for proxy, worker in ways
         )
         return self.forward_s + max(self.backward_s, *ends_s)
 
     def spread(self, share: float) -> frozenset[int]:
-        """Positions of tensors that make up at most `share` of all bytes, and of those of each beginning of the step.
+        """Positions of tensors with at most `share` of all bytes, and at most that share of each prefix of the step.
 
-        So that both ways are busy during the whole backward pass.
+        This keeps both ways busy during the whole backward pass.
         """
         chosen, chosen_bytes = [], 0
         for position, (nbytes, pushed_bytes) in enumerate(
@@ -199,10 +199,10 @@ class DualSyncInputs:
         return frozenset(chosen)
 
     def workers_only_s(self) -> float:
-        """T_train of the other path: an all-reduce by the workers that overlaps with the backward pass.
+        """T_train of the workers alone: an all-reduce by the workers that overlaps with the backward pass.
 
-        At its best: bounded by the bytes on the link, and by the last tensor, which nothing overlaps with. Of
-        workers that compute nothing overlaps.
+        The best case: bounded by the bytes on the link, and by the last tensor, which cannot overlap. If workers
+        compute the reduction, nothing overlaps.
         """
         if self.workers_compute:
             return self.train_s(0)
@@ -210,10 +210,10 @@ class DualSyncInputs:
         return self.forward_s + max(self.backward_s + cost * self.tensor_bytes[-1], cost * self.total_bytes)
 
     def optimum_bytes(self) -> float:
-        """The m that minimises T_train, tensors left out of account; of several the largest.
+        """The m that minimises T_train regardless of tensor boundaries; the largest of several.
 
-        T_train is the greatest of a few straight lines in m, so its least value lies at an end or where two of
-        them cross. Without shared links these are the paper's two, and that is
+        T_train is the maximum of a few straight lines in m, so its minimum lies at an end or where two of them cross.
+        Without shared links, these are the paper's two lines, and
         m = (T_BP + g n) / (a + g) for costs a of a byte through the proxies and g among the workers.
         """
         total = self.total_bytes
@@ -226,13 +226,13 @@ class DualSyncInputs:
         return min(candidates, key=lambda m: (self.train_s(m), -m))
 
     def neighbours(self, m_bytes: float) -> tuple[int, int]:
-        """The tensor boundaries at or below and at or above `m_bytes`, as positions in boundaries()."""
+        """The nearest tensor boundaries below and above `m_bytes`, or equal to it, as positions in boundaries()."""
         boundaries = self.boundaries()
         above = min(bisect_left(boundaries, m_bytes), len(boundaries) - 1)
         return (above if boundaries[above] <= m_bytes else above - 1), above
 
     def _lines(self) -> tuple[tuple[float, float], ...]:
-        """What T_train - T_FP is the greatest of, as (seconds at m = 0, seconds per byte of m)."""
+        """The lines whose maximum is T_train - T_FP, as (seconds at m = 0, seconds per byte of m)."""
         total, costs = self.total_bytes, self.costs
         lines = [(self.backward_s + costs.worker_s_per_byte * total, -costs.worker_s_per_byte)]
         ways = ((costs.proxy_s_per_byte, 0.0), *costs.shared)
@@ -242,13 +242,13 @@ class DualSyncInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DualSyncPlan:
-    """Who synchronises what.
+    """The division of tensors between memory devices and workers.
 
     Args:
-        offloaded: Positions in the order of pushing of the tensors that go to the memory devices; the workers
-            reduce the others themselves.
-        m_bytes: Bytes of those.
-        optimum_bytes: The m that the formula gives before it is rounded to a tensor boundary.
+        offloaded: Positions, in push order, of the tensors for the memory devices; the workers reduce the others
+            by direct all-reduce.
+        m_bytes: Bytes of the offloaded tensors.
+        optimum_bytes: The m from the formula, before rounding to a tensor boundary.
         predicted_s: T_train of this plan.
         devices_only_s: T_train with m = n.
         workers_only_s: T_train of an all-reduce by the workers that overlaps with the backward pass.
@@ -265,7 +265,7 @@ class DualSyncPlan:
 
     @property
     def num_offloaded(self) -> int:
-        """How many tensors go to the memory devices."""
+        """Number of tensors for the memory devices."""
         return len(self.offloaded)
 
 
@@ -278,10 +278,10 @@ def plan_dual_sync(
 
     Args:
         inputs: Sizes, times and costs.
-        mode: "auto" for the estimate's optimum, or the workers alone where that is faster; "off" for no dual
-            synchronisation, which is all through the memory devices; or m in bytes, rounded to a tensor boundary.
-        least_gain: Part of the step that "auto" has to save where it is not known when tensors are ready; for less
-            everything goes to the memory devices.
+        mode: "auto" for the estimate's optimum, or the workers alone if that is faster; "off" for no dual
+            synchronisation: all tensors go through the memory devices; or m in bytes, rounded to a tensor boundary.
+        least_gain: Fraction of the step that "auto" must save if the tensors' ready times are unknown; for less,
+            all tensors go to the memory devices.
 
     Raises:
         ValueError: If the mode is unknown or a negative size.
@@ -369,9 +369,9 @@ def _plan(
 
 
 def _round(inputs: DualSyncInputs, m_bytes: float) -> int:
-    """The better of the two tensor boundaries around m, the higher one if they are alike.
+    """The better of the two tensor boundaries around m, or the higher one if both are equal.
 
-    T_train is convex in m, so that no other boundary is better than the better one around the optimum.
+    T_train is convex in m, so no other boundary is better than the better one around the optimum.
     """
     boundaries = inputs.boundaries()
     below, above = inputs.neighbours(m_bytes)
@@ -388,12 +388,12 @@ def _explain(inputs: DualSyncInputs, chosen: int, predicted_s: float) -> str:
 
 
 def _from_each_on(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The sum of each value and all that follow it."""
+    """The sum of each value and all later ones."""
     return np.cumsum(values[::-1])[::-1]
 
 
 def _greatest(ways: Sequence[tuple[float, float]]) -> Iterator[tuple[float, float]]:
-    """Those that no other exceeds in both parts: the others never set the pace."""
+    """The ways that no other exceeds in both parts; other ways never limit the speed."""
     best_worker = -math.inf
     for proxy, worker in sorted(set(ways), reverse=True):
         if worker > best_worker:

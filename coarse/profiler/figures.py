@@ -1,8 +1,8 @@
-"""Pictures of profiles and of transfers: the paper's Figures 8, 9, 14 and 15. Needs matplotlib (`coarse[plot]`).
+"""Plots of profiles and of transfers: the paper's Figures 8, 9, 14 and 15. Needs matplotlib (`coarse[plot]`).
 
-Functions of their arguments that return a matplotlib Figure; save_figure() writes it. Every title says the machine
-and the kind of the figures. Colours are those of Okabe and Ito, which colour-blind readers tell apart; lines differ
-in their marks and bars in their hatches too, so that a print in black and white can be read.
+Pure functions that return a matplotlib Figure; save_figure() writes it. Every title names the machine and the kind of
+the data. Colours are those of Okabe and Ito, which colour-blind readers can distinguish. Lines also differ in their
+markers and bars in their hatches, so that black-and-white prints are readable.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F
 """Okabe and Ito's palette, the darker ones first."""
 
 HATCHES = ("", "///", "...", "xx")
-"""Of bars, one after the other once all colours are taken."""
+"""Hatches of bars, used in turn when all colours are used."""
 
 LOCAL_STYLE: Mapping[str, Any] = {"color": COLOURS[0], "marker": "o", "linestyle": "-"}
 REMOTE_STYLE: Mapping[str, Any] = {"color": COLOURS[1], "marker": "s", "linestyle": "--"}
 _OTHER_STYLE: Mapping[str, Any] = {"color": "0.75", "linestyle": "-", "linewidth": 0.8, "zorder": 1}
 _DIRECTIONS = {PUSH: "push", PULL: "pull", BOTH: "push and pull at once"}
 _PNG_DOTS_PER_INCH = 160
-# Without a date and random names, the same figure gives the same file.
+# Without a date and random names, equal figures give equal files.
 _SAVE_SETTINGS: dict[Any, Any] = {"svg.hashsalt": "coarse", "svg.fonttype": "none"}
 
 
@@ -44,12 +44,12 @@ class Transfer:
 
     Args:
         link: Link and direction, e.g. "w0 > md1"; the row of a timeline.
-        tensor: Number of the tensor that the shard belongs to.
-        nbytes: Of the shard.
+        tensor: Number of the shard's tensor.
+        nbytes: Size of the shard.
         start_us, end_us: When it entered the link, and when all of it had arrived.
 
     Raises:
-        ValueError: If it ends before it starts, or carries nothing.
+        ValueError: If it ends before it starts, or has no bytes.
     """
 
     link: str
@@ -70,7 +70,7 @@ def describe(profile: Profile) -> str:
 
 
 def format_size(nbytes: float) -> str:
-    """A size in three digits and a binary unit: 4 KiB, 1.5 MiB."""
+    """A size with three digits and a binary unit: 4 KiB, 1.5 MiB."""
     for unit, length in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if nbytes >= length:
             return f"{nbytes / length:.3g} {unit}"
@@ -80,7 +80,7 @@ def format_size(nbytes: float) -> str:
 def widest_remote(profile: Profile, worker: int) -> int | None:
     """The remote memory device with the highest bandwidth in both directions at once (paper, Fig 15).
 
-    Of equals the one with the lowest latency, then the lowest number; None if there is no remote one.
+    Ties go to the lowest latency, then to the lowest number; None if no remote device exists.
     """
     curves = profile.both_at_once(worker)
     del curves[profile.key.local_devices[worker]]
@@ -88,7 +88,7 @@ def widest_remote(profile: Profile, worker: int) -> int | None:
 
 
 def busy_fraction(transfers: Sequence[Transfer]) -> dict[str, float]:
-    """The part of the time from the first start to the last end in which each link carries something."""
+    """The fraction of the time, from the first start to the last end, in which each link is busy."""
     if not transfers:
         return {}
     begin, end = min(t.start_us for t in transfers), max(t.end_us for t in transfers)
@@ -101,9 +101,9 @@ def busy_fraction(transfers: Sequence[Transfer]) -> dict[str, float]:
 
 
 def draw_bandwidth_matrix(profile: Profile) -> Figure:
-    """The highest bandwidth between every worker and memory device, both directions in sum (paper, Fig 8).
+    """The highest bandwidth between every worker and memory device, as the sum of both directions (paper, Fig 8).
 
-    Local pairs, which share a switch, are marked.
+    Marks local pairs, which share a switch.
     """
     key = profile.key
     sums = [
@@ -140,14 +140,14 @@ def draw_by_size(
 ) -> Figure:
     """Bandwidth and time by size, a column for each direction (paper, Fig 14).
 
-    The local memory device and the widest remote one are marked, others are grey.
+    Marks the local memory device and the widest remote one; others are grey.
 
     Args:
-        profile: Of the machine.
-        worker: Whose paths.
-        table: Its routing table, whose threshold S becomes a line.
-        shard_bytes: S', which becomes a line.
-        kinds: Of PUSH, PULL and BOTH; of BOTH the bandwidth is that of each way.
+        profile: Profile of the machine.
+        worker: The worker whose paths are drawn.
+        table: Its routing table, whose threshold S is drawn as a line.
+        shard_bytes: S', drawn as a line.
+        kinds: Any of PUSH, PULL and BOTH; for BOTH, the bandwidth is that of each direction.
     """
     figure = Figure(figsize=(3.6 * len(kinds) + 0.4, 6), layout="constrained")
     panels = figure.subplots(2, len(kinds), sharex=True, sharey="row", squeeze=False)
@@ -170,9 +170,9 @@ def draw_normalised(
     """Time and bandwidth of the widest remote memory device, relative to the local one (paper, Fig 15).
 
     Args:
-        profiles: One column for each; each with a remote memory device.
-        tables: The worker's routing table under each profile.
-        worker: Whose paths.
+        profiles: Profiles with a remote memory device, one for each column.
+        tables: The worker's routing table for each profile.
+        worker: The worker whose paths are drawn.
 
     Raises:
         ValueError: If a profile has no remote memory device.
@@ -187,7 +187,7 @@ def draw_normalised(
         column[1].legend(fontsize="small", loc="lower right")
     for axes, what in zip(panels[:, 0], ("time", "bandwidth"), strict=True):
         axes.set_ylabel(f"{what}, local = 1")
-        axes.set_ylim(bottom=0)  # of all columns, now that all are drawn
+        axes.set_ylim(bottom=0)  # for all columns, after all are drawn
     figure.suptitle(f"Remote memory device beside the local one, worker {worker}", fontsize=11)
     return figure
 
@@ -196,15 +196,15 @@ def draw_normalised(
 
 
 def draw_timeline(timelines: Mapping[str, Sequence[Transfer]], *, machine: str, kind: str) -> Figure:
-    """Transfers in time: a panel for each timeline, a row for each link and direction, a bar for each shard.
+    """Transfers over time: a panel for each timeline, a row for each link and direction, a bar for each shard.
 
     Args:
         timelines: Transfers by the title of their panel; all panels share one time axis.
-        machine: What they ran on.
+        machine: Machine of the transfers.
         kind: Measured, emulated or simulated.
 
     Raises:
-        ValueError: If there is nothing to draw, or the kind is unknown.
+        ValueError: If the timelines are empty, or the kind is unknown.
     """
     if not timelines or not all(timelines.values()):
         raise ValueError("a timeline needs at least one transfer")
@@ -230,11 +230,11 @@ def draw_timeline(timelines: Mapping[str, Sequence[Transfer]], *, machine: str, 
 def draw_crossings(
     measured: Mapping[str, Curve], predicted: Mapping[str, AlphaBeta], *, whereof: str
 ) -> Figure:
-    """Time by size of several ways to do the same: measured points on the lines that a model predicts.
+    """Time by size of alternative ways: measured points on the lines that a model predicts.
 
     Args:
-        measured: By the name of the way; all at the same sizes.
-        predicted: The model of each.
+        measured: Curves by the name of the way; all at the same sizes.
+        predicted: The model of each way.
         whereof: Machine and kind, for the title.
     """
     figure = Figure(figsize=(6, 4), layout="constrained")
@@ -255,8 +255,8 @@ def save_figure(figure: Figure, stem: Path) -> tuple[Path, Path]:
     """Writes a figure as PNG and SVG, and returns the files; the same figure gives the same files.
 
     Args:
-        figure: To write.
-        stem: Path of the files without their suffix; its folder is made where missing.
+        figure: The figure to write.
+        stem: Path of the files without their suffix; creates its folder if missing.
 
     Raises:
         OSError: If they cannot be written.
@@ -283,7 +283,7 @@ def _time(point: CurvePoint) -> float:
 
 
 def _width_first(curve: Curve, device: int) -> tuple[float, float, int]:
-    # In steps of a per mille, so that rounding does not part equals.
+    # In steps of a per mille, so that rounding does not separate equal values.
     return -round(math.log(curve.peak_gbytes_per_s), 3), round(math.log(curve.latency_us), 3), device
 
 
@@ -324,7 +324,7 @@ def _draw_relative(axes: Axes, profile: Profile, worker: int, value: _Value) -> 
 def _draw_sizes(
     axes: Axes, profile: Profile, worker: int, table: RoutingTable | None, shard_bytes: int | None
 ) -> None:
-    """The axis of sizes, and lines where the plan changes."""
+    """Draws the axis of sizes, and lines where the plan changes."""
     _draw_size_axis(axes, [point.nbytes for point in profile.both_at_once(worker)[0].points])
     if table is not None and table.threshold_bytes:
         _draw_size(axes, table.threshold_bytes, f"S = {format_size(table.threshold_bytes)}", "-.")

@@ -1,4 +1,4 @@
-"""Measures what links of GPUs carry: to and from pinned host memory, within a GPU, to its peers; by size."""
+"""Measures GPU links by size: to and from pinned host memory, within a GPU, and to its peers."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ BOTH_WAYS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class GpuPath:
-    """Copies of one GPU that are under way together.
+    """Concurrent copies of one GPU.
 
     Args:
         kind: The value of a Way, or a key of BOTH_WAYS.
         gpu: Ordinal of the GPU whose streams copy.
-        peer: The other GPU, or itself; None for copies from and to the host.
+        peer: The other GPU, or the same one; None for copies from and to the host.
     """
 
     kind: str
@@ -58,7 +58,7 @@ class GpuPath:
 
     @property
     def ways(self) -> tuple[Way, ...]:
-        """What is copied at the same time."""
+        """The directions that are copied at the same time."""
         return BOTH_WAYS.get(self.kind) or (Way(self.kind),)
 
     def __str__(self) -> str:
@@ -66,20 +66,20 @@ class GpuPath:
 
 
 class GpuCopier(Protocol):
-    """Copies, and tells how long the GPU took."""
+    """Copies, and returns the GPU's time."""
 
     def time_us(self, path: GpuPath, nbytes: int) -> float:
-        """From the moment at which all of a path's copies may begin to that at which the last one has ended."""
+        """Time from the moment when all of a path's copies may start to the end of the last one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuLinks:
-    """What the links of a machine's GPUs carry. Immutable.
+    """The measured links of a machine's GPUs. Immutable.
 
     Args:
-        gpus: Their names, by ordinal.
-        curves: Times by size; of paths with two directions, each direction has the size.
-        unreachable: Pairs of GPUs that cannot access each other, whose copies go through the host.
+        gpus: Names of the GPUs, by ordinal.
+        curves: Times by size; for paths with two directions, each direction has this size.
+        unreachable: Pairs of GPUs that cannot access each other, and whose copies go through the host.
     """
 
     gpus: tuple[str, ...]
@@ -91,7 +91,7 @@ class GpuLinks:
         return self.curves[path].peak_gbytes_per_s * len(path.ways)
 
     def to_json(self) -> str:
-        """All figures, which are measured."""
+        """All figures as JSON; their kind is measured."""
         return json.dumps({**self._values(), "kind": "measured"}, indent=1)
 
     def _values(self) -> dict[str, Any]:
@@ -103,7 +103,7 @@ class GpuLinks:
 
 
 def gpu_paths(num_gpus: int, can_access: Callable[[int, int], bool]) -> list[GpuPath]:
-    """All paths to measure: of each GPU with the host and within itself, and of each pair, as it can copy."""
+    """All paths to measure: each GPU with the host and within itself, and each pair, in the way that it can copy."""
     paths: list[GpuPath] = []
     for gpu in range(num_gpus):
         paths += [GpuPath(kind=way.value, gpu=gpu) for way in ONE_WAY]
@@ -134,13 +134,13 @@ def measure_gpu_links(
     Args:
         gpus: Names by ordinal.
         can_access: Whether a GPU reaches the memory of another one.
-        copier: Does it.
-        sizes: In bytes.
-        repeats: Of each path and size; their median counts.
-        progress: Takes the part that is done, from 0 to 1.
+        copier: Performs and times the copies.
+        sizes: Sizes in bytes.
+        repeats: Number of repeats of each path and size; the result is their median.
+        progress: Receives the completed fraction, from 0 to 1.
 
     Raises:
-        ValueError: If there are no GPUs, sizes or repeats.
+        ValueError: If the numbers of GPUs, sizes or repeats are 0.
     """
     if not gpus or not sizes or repeats < 1:
         raise ValueError(
@@ -164,33 +164,33 @@ def measure_gpu_links(
 
 
 class DriverCopier:
-    """Copies by the CUDA driver, on streams of its own, timed by its events.
+    """Copies with the CUDA driver, on its own streams, timed by CUDA events.
 
-    Takes four times `most_bytes` of each GPU and twice of pinned host memory, until close().
+    Allocates four times `most_bytes` on each GPU and twice `most_bytes` of pinned host memory, until close().
     Thread safety: one caller at a time.
 
     Args:
-        num_gpus: How many GPUs, from the first on; at least 1.
-        most_bytes: The largest size that is going to be timed.
+        num_gpus: Number of GPUs, starting with the first; at least 1.
+        most_bytes: The largest size to time.
 
     Raises:
         CudaError: If a GPU cannot be used, or has too little memory.
     """
 
     def __init__(self, num_gpus: int, most_bytes: int) -> None:
-        # Pages are touched before they are pinned, not while they are copied.
+        # Touch pages before pinning, not during the copies.
         self._host = mmap.mmap(-1, 2 * most_bytes)
         self._host[:] = bytes(len(self._host))
         address = np.frombuffer(self._host, np.uint8).ctypes.data
         self._host_halves = (address, address + most_bytes)
         self._gpus = [_GpuEnds(gpu, most_bytes) for gpu in range(num_gpus)]
-        # Once, for all GPUs.
+        # Only once, for all GPUs.
         context = self._gpus[0].context
         self._pinned = [_native.CudaHostRegistration(context, address, len(self._host))]
         self._peers: dict[tuple[int, int], list[_native.CudaMemory]] = {}
 
     def close(self) -> None:
-        """Gives all memory back. Idempotent."""
+        """Frees all memory. Idempotent."""
         self._peers.clear()
         self._pinned.clear()
         self._gpus.clear()
@@ -222,7 +222,7 @@ class DriverCopier:
             stream.copy_on_device(own[1].address, self._memories_of(gpu, peer)[3].address, nbytes)
 
     def _memories_of(self, gpu: int, peer: int) -> list[_native.CudaMemory]:
-        """The memories of a GPU, as another one reaches them."""
+        """The memories of a GPU, mapped for another one."""
         if gpu == peer:
             return self._gpus[gpu].memories
         if (gpu, peer) not in self._peers:
@@ -233,12 +233,12 @@ class DriverCopier:
 
 
 class CopyTimer:
-    """Times copies of one GPU that are under way together, each on a stream of its own.
+    """Times concurrent copies of one GPU, each on its own stream.
 
     Thread safety: one caller at a time.
 
     Args:
-        context: Of the GPU.
+        context: Context of the GPU.
 
     Raises:
         CudaError: If the GPU cannot be used.
@@ -251,10 +251,10 @@ class CopyTimer:
         self._begin, self._joined, self._end = (_native.CudaEvent(context, is_timed=True) for _ in range(3))
 
     def time_us(self, copies: Sequence[Callable[[_native.CudaStream], None]]) -> float:
-        """From the moment at which all copies may begin to that at which the last one has ended.
+        """Time from the moment when all copies may start to the end of the last one.
 
         Args:
-            copies: At most MOST_AT_ONCE; each gives a stream its work.
+            copies: At most MOST_AT_ONCE functions; each submits a copy to a stream.
         """
         first, second = self._streams
         self._begin.record(first.handle)
@@ -269,7 +269,7 @@ class CopyTimer:
 
 
 class _GpuEnds:
-    """What one GPU copies with."""
+    """The memories and streams of one GPU."""
 
     def __init__(self, gpu: int, most_bytes: int) -> None:
         self.context = _native.CudaContext(gpu)

@@ -1,4 +1,4 @@
-"""What a session makes of a profile when it starts: a routing table for each worker and the size of shards."""
+"""Plans a session from a profile at its start: a routing table for each worker, and the shard size."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from coarse.profiler.routing import RoutingTable, with_threshold
 
-if TYPE_CHECKING:  # what these import is slow, and needed with a profile only
+if TYPE_CHECKING:  # slow to import, and only needed with a profile
     from coarse.machine.links import LinkTable
     from coarse.profiler.profile import Profile
     from coarse.settings import Settings
 
 DEFAULT_SHARD_BYTES = 256 << 10
-"""Where memory devices share the host's memory: enough shards for sync cores to balance, few enough to wake seldom.
+"""If memory devices share the host's memory: enough shards to balance sync cores, few enough for rare wake-ups.
 
 Measured with `coarse bench sync`: docs/design/profiling.md.
 """
@@ -22,12 +22,12 @@ Measured with `coarse bench sync`: docs/design/profiling.md.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkPlan:
-    """What all workers of a node route and cut by. Immutable; the same on each of them.
+    """The routes and shard size of a node's workers. Immutable; the same on each worker.
 
     Args:
         tables: The routing table of each worker, by client number.
         shard_bytes: Partition threshold.
-        decisions: What was decided and why, in words.
+        decisions: The decisions and reasons, in words.
     """
 
     tables: tuple[RoutingTable, ...]
@@ -45,14 +45,14 @@ def plan_links(
 ) -> LinkPlan:
     """Plans from a profile, or without one.
 
-    A pure function of its arguments, so that workers agree without talking.
+    A pure function of its arguments, so that workers agree without communication.
 
     Args:
-        profile: Of this node; None to stay with local memory devices.
-        note: Where the profile comes from, or why there is none, in words.
+        profile: Profile of this node; None to use only local memory devices.
+        note: Source of the profile, or why none exists, in words.
         local_devices: The memory device of each worker, by client number.
-        settings: Of the session.
-        links: Of the machine that is emulated; None without.
+        settings: The session's settings.
+        links: Links of the emulated machine; None without emulation.
     """
     tables, why_tables = _tables(profile, local_devices, settings)
     if settings.routing_threshold_bytes:

@@ -1,6 +1,6 @@
-"""Profiles and costs that follow from a machine's links: *simulated*, what an idle machine of that wiring would show.
+"""Profiles and costs computed from a machine's links: *simulated* values of an idle machine with that wiring.
 
-Pure functions of a link table, for planning without the machine and as the reference of what paced links do.
+Pure functions of a link table, for planning without the machine and as the reference for paced links.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ from coarse.profiler.routing import RoutingTable
 DEFAULT_SIZES = tuple(4096 << power for power in range(15))
 """4 KiB to 64 MiB."""
 
-_BYTES_PER_US = 1e3  # of one GB/s
+_BYTES_PER_US = 1e3  # for one GB/s
 _US_PER_S = 1e6
 
 Traffic = dict[int, float]
-"""Bytes that pass each bucket, by its position."""
+"""Bytes through each bucket, by its position."""
 
 
 def profile_from_links(
     links: LinkTable, local_devices: Sequence[int], sizes: Sequence[int] = DEFAULT_SIZES
 ) -> Profile:
-    """What a profiler would measure on idle links.
+    """The profile that a profiler would measure on idle links.
 
-    Both directions at once add up in the buckets that they share, such as the limit of a duplex link.
+    Both directions at once add up in shared buckets, such as the limit of a duplex link.
 
     Args:
-        links: Of the machine.
-        local_devices: The memory device that each worker shares a switch with, by worker.
-        sizes: In bytes, each at least 1.
+        links: The machine's links.
+        local_devices: The memory device that shares a switch with each worker, by worker.
+        sizes: Sizes in bytes, each at least 1.
 
     Raises:
-        ValueError: If there is not one local device for each worker, or no sizes.
+        ValueError: If the number of local devices is not that of the workers, or `sizes` is empty.
     """
     if len(local_devices) != links.num_workers:
         raise ValueError(f"{len(local_devices)} local devices for {links.num_workers} workers")
@@ -75,16 +75,16 @@ def profile_from_links(
 def sync_costs_from_links(
     links: LinkTable, tables: Sequence[RoutingTable], *, own_path: str = AUTO
 ) -> SyncCosts:
-    """Seconds per byte on either way, when all links are as busy as they then are.
+    """Seconds per byte by either way, with the resulting load on all links.
 
-    Pairs that are measured alone do not show which of them share a link; a link table does. Each bucket
-    takes the bytes of all that passes it: pushes and pulls of every worker, the exchange between the memory
-    devices, the workers' own all-reduce. The slowest bucket sets the pace.
+    Pairs that are measured alone do not show which of them share a link; a link table does. Each bucket carries the
+    bytes of all transfers through it: pushes and pulls of every worker, the exchange between the memory devices, and
+    direct all-reduce. The slowest bucket limits the speed.
 
     Args:
-        links: Of the machine.
+        links: The machine's links.
         tables: The routing table of each worker.
-        own_path: How the workers reduce large shards themselves: "auto" for the fastest way.
+        own_path: The way of direct all-reduce for large shards: "auto" for the fastest one.
     """
     proxy = _devices_traffic(links, tables)
     worker = _workers_traffic(links, widest_collective(collectives_from_links(links), own_path))
@@ -101,22 +101,22 @@ def sync_costs_from_links(
 
 
 MOST_TURNS = 16
-"""Large shards are dealt out in sixteenths at the finest: a step has hundreds."""
+"""Finest division of large shards between proxies, in sixteenths: a step has hundreds of shards."""
 
 _LEAST_GAIN = 0.05
 
 
 def spread_over_links(links: LinkTable, tables: Sequence[RoutingTable]) -> tuple[RoutingTable, ...]:
-    """Has large shards take turns between both proxies of each table, where all links together carry more so.
+    """Alternates large shards between both proxies of each table, if all links together then carry more.
 
-    The paper sends them all to BwProxy, and leaves the link to LatProxy idle meanwhile.
+    The paper sends them all to BwProxy, and leaves the link to LatProxy idle at that time.
 
     Args:
-        links: Of the machine.
+        links: The machine's links.
         tables: The routing table of each worker.
 
     Returns:
-        Tables with the turns for which a byte takes the least time; those that were given if that saves no 5 %.
+        Tables with the turns that give the least time per byte; the given tables if that saves less than 5 %.
     """
     best, best_s = tuple(tables), (1 - _LEAST_GAIN) * _slowest_bucket_s(links, tables)
     for num_near in range(1, MOST_TURNS):
@@ -133,7 +133,7 @@ def _slowest_bucket_s(links: LinkTable, tables: Sequence[RoutingTable]) -> float
 
 
 def _with_turns(table: RoutingTable, num_turns: int, num_near: int) -> RoutingTable:
-    """LatProxy takes `num_near` of so many turns, evenly among those of BwProxy."""
+    """LatProxy takes `num_near` of `num_turns` turns, evenly distributed among those of BwProxy."""
     if table.lat_proxy == table.bw_proxy:
         return table
     takes_near = [
@@ -147,9 +147,9 @@ def _with_turns(table: RoutingTable, num_turns: int, num_near: int) -> RoutingTa
 
 
 def collectives_from_links(links: LinkTable) -> Collectives:
-    """How long an all-reduce among the workers takes by its bytes, in each way, on otherwise idle links.
+    """The time of an all-reduce among the workers by its bytes, for each way, on otherwise idle links.
 
-    Where pairs of workers share links, all-gather and all-to-all are slower than pairs that are measured alone say.
+    If pairs of workers share links, all-gather and all-to-all are slower than single measured pairs suggest.
     """
     latencies_us = {
         name: max((links.path(*pair).latency_us for pair in pairs), default=0.0)
@@ -179,7 +179,7 @@ def _transfers(links: LinkTable, path: PathId) -> tuple[Path, ...]:
 
 
 def _curve(links: LinkTable, transfers: Sequence[Path], sizes: Sequence[int]) -> Curve:
-    """Time until all of `transfers`, of equally many bytes, have arrived."""
+    """Time until all of `transfers`, of the same size, have arrived."""
     latency_us = max(path.latency_us for path in transfers)
     traffic = Counter(bucket for path in transfers for bucket in path.buckets)
     us_per_byte = max(
@@ -191,11 +191,11 @@ def _curve(links: LinkTable, transfers: Sequence[Path], sizes: Sequence[int]) ->
 
 
 def _devices_traffic(links: LinkTable, tables: Sequence[RoutingTable]) -> Traffic:
-    """Of each byte of a tensor that goes to the memory devices: every worker pushes and pulls it, and devices
-    exchange it (docs/design/queue-protocol.md).
+    """Traffic for each byte of a tensor that goes to the memory devices (docs/design/queue-protocol.md).
 
-    A device with k of the p clients reduces k p-ths: it fetches those of each contribution from where it lies, and
-    sends the results to every other device that has clients.
+    Every worker pushes and pulls the byte, and devices exchange it. A device with k of the p clients reduces k/p of a
+    tensor: it fetches that part of each contribution from its place, and sends the results to every other device with
+    clients.
     """
     traffic: Traffic = {}
     rounds = [table.turns or (table.bw_proxy,) for table in tables]
@@ -206,7 +206,7 @@ def _devices_traffic(links: LinkTable, tables: Sequence[RoutingTable]) -> Traffi
 
 
 def _add_turn(traffic: Traffic, links: LinkTable, proxies: Sequence[int], share: float) -> None:
-    """What a part of a tensor makes pass that all workers push alike; `proxies` by worker."""
+    """Adds the traffic of a part of a tensor that all workers push to their `proxies`, given by worker."""
     num_clients = Counter(proxies)
     for source, target in permutations(num_clients, 2):
         exchanged = share * num_clients[source] * (num_clients[target] + 1) / len(proxies)
@@ -218,7 +218,7 @@ def _add_turn(traffic: Traffic, links: LinkTable, proxies: Sequence[int], share:
 
 
 def _workers_traffic(links: LinkTable, collective: str) -> Traffic:
-    """Of each byte of a tensor that the workers reduce themselves."""
+    """Traffic for each byte of a tensor in direct all-reduce."""
     p = links.num_workers
     pairs = _neighbours(links) if collective == RING else _pairs(links)
     nbytes = {RING: ring_factor(p), ALL_GATHER: 1.0, ALL_TO_ALL: 2 / p}[collective]
@@ -242,7 +242,7 @@ def _us_per_byte(links: LinkTable, bucket: int, traffic: Traffic) -> float:
 
 
 def _gbytes_per_s(links: LinkTable, traffic: Traffic) -> float:
-    """Of all of it at once: what its slowest bucket lets through."""
+    """Bandwidth of all the traffic at once: that of its slowest bucket."""
     return min(
         (links.buckets[bucket].gbytes_per_s / nbytes for bucket, nbytes in traffic.items()), default=math.inf
     )
@@ -254,11 +254,11 @@ def _add(traffic: Traffic, path: Path, nbytes: float) -> None:
 
 
 def paths_share_links(links: LinkTable, local_devices: Iterable[int]) -> bool:
-    """Whether a push to a local device and sending to the next worker have their tightest link in common.
+    """Whether a push to a local device and a transfer to the next worker share their slowest link.
 
     Args:
-        links: Of the machine.
-        local_devices: The memory device that each worker shares a switch with, by worker.
+        links: The machine's links.
+        local_devices: The memory device that shares a switch with each worker, by worker.
     """
     for worker, device in enumerate(local_devices):
         if links.num_workers < 2:

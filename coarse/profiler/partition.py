@@ -1,4 +1,4 @@
-"""How tensors are cut into shards: pure functions, the same result on every worker (COARSE paper, section III-E)."""
+"""Cuts tensors into shards: pure functions, with equal results on every worker (COARSE paper, section III-E)."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from itertools import accumulate, pairwise
 from coarse.schema import ITEM_BYTES, TensorSpec
 
 SLOT_ALIGNMENT_BYTES = 64
-"""Tensors start on a cache line, so that neighbours never share one between sync cores."""
+"""Tensors start on a cache line, so that sync cores with neighbouring tensors never share one."""
 
 ALGORITHMS = ("gather", "direct", "ring", "exchange", "probe", "nccl")
-"""Names of the synchronisation algorithms, and of what measures links; their positions are the native numbers."""
+"""Names of the synchronisation algorithms, and of link probes; their positions are the native numbers."""
 
 _TABLE_SHARDS = 16
-# Rows before a shard of a table are counted for each shard: many shards would count for longer than they reduce.
+# Each shard of a table counts the rows before it: with many shards, counting would take longer than reducing.
 _TABLE_SHARD_ROWS = 64
-# Multiples of so many rows are whole cache lines, however long a row is.
+# Multiples of this number of rows are whole cache lines for any row length.
 
 _MAX_SHARD_ELEMENTS = (1 << 32) - SLOT_ALIGNMENT_BYTES  # fits 32 bits, in whole cache lines of any dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardRange:
-    """A piece of one tensor: `num_elements` from byte `offset` of a worker's slots on."""
+    """A piece of one tensor: `num_elements` elements, starting at byte `offset` of a worker's slots."""
 
     tensor: int
     offset: int
@@ -34,13 +34,13 @@ class ShardRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionPlan:
-    """Where every tensor of a group lies in a worker's slots, and the shards it is cut into.
+    """The place of every tensor of a group in a worker's slots, and its shards.
 
     Args:
-        tensor_offsets: First byte of each tensor's slot, a multiple of SLOT_ALIGNMENT_BYTES. Those of tables, which
-            have no slots, go on behind the slots.
-        slot_bytes: Bytes of all slots of one worker.
-        shards: In the order of the tensors, and of the bytes within a tensor; each byte in exactly one.
+        tensor_offsets: First byte of each tensor's slot, a multiple of SLOT_ALIGNMENT_BYTES. The offsets of tables,
+            which have no slots, follow after the slots.
+        slot_bytes: Size of all slots of one worker.
+        shards: In the order of the tensors, and of the bytes within a tensor; each byte is in exactly one shard.
     """
 
     tensor_offsets: tuple[int, ...]
@@ -60,20 +60,19 @@ def plan_partition(
 ) -> PartitionPlan:
     """Lays tensors out and cuts them into shards.
 
-    A tensor smaller than twice `shard_bytes` stays whole; a larger one is cut into as many equal shards as are
-    possible without one of them falling below `shard_bytes` (paper, section IV-B: each shard is equal to or
-    larger than the threshold).
+    A tensor smaller than twice `shard_bytes` stays whole. A larger one is cut into the largest number of equal shards
+    of at least `shard_bytes` (paper, section IV-B: each shard is equal to or larger than the threshold).
 
     Args:
         specs: The tensors.
         shard_bytes: Partition threshold, at least 1.
-        gather_bytes: Under "auto", tensors of up to so many bytes are gathered by one sync core.
+        gather_bytes: Under "auto", one sync core gathers tensors of up to this size.
         algorithm: "auto", or one of ALGORITHMS for every tensor.
-        large_algorithm: That of larger tensors under "auto".
-        window_bytes: Tensors, from the last to the first, take turns in slots of so many bytes, or of those of the
-            largest tensor if that is more; 0 gives each one a slot of its own.
-        small_first: Slots lie in the order of the sizes of their shards, so that any routing table cuts them in two;
-            else in the order of the tensors.
+        large_algorithm: Algorithm of larger tensors under "auto".
+        window_bytes: Size of the slot window, which tensors use in turn, from the last to the first; enlarged to the
+            size of the largest tensor if necessary. 0 gives each tensor its own slot.
+        small_first: Whether slots are sorted by the size of their shards, so that any routing table cuts them in two;
+            otherwise they have the order of the tensors.
 
     Raises:
         ValueError: If a number is out of range or the algorithm is unknown.
@@ -86,7 +85,7 @@ def plan_partition(
         raise ValueError(
             f"algorithm {large_algorithm!r} for large tensors is none of {', '.join(ALGORITHMS)}"
         )
-    cuts: dict[tuple[int, str, int], _Cut] = {}  # of each shape: models repeat theirs layer by layer
+    cuts: dict[tuple[int, str, int], _Cut] = {}  # by shape: the layers of a model repeat their shapes
     cut_of: list[_Cut] = []
     for spec in specs:
         shape = (spec.num_elements, spec.dtype, spec.row_elements)
@@ -110,7 +109,7 @@ def plan_partition(
 def _lay_out(
     specs: Sequence[TensorSpec], cuts: Sequence[_Cut], *, window_bytes: int, small_first: bool
 ) -> tuple[list[int], int]:
-    """Where tensors begin, and where their slots end; tables, which have none, begin behind these."""
+    """Offsets of the tensors, and the end of their slots; tables, which have no slots, start after it."""
     lengths = [0 if spec.row_elements else cut.slot_bytes for spec, cut in zip(specs, cuts, strict=True)]
     order: Sequence[int] = range(len(specs))
     if small_first:
@@ -124,7 +123,7 @@ def _lay_out(
 
 
 def _in_a_row(lengths: Sequence[int], order: Sequence[int]) -> tuple[list[int], int]:
-    """Offsets of slots of these lengths one after the other in an order, and their end."""
+    """Offsets of consecutive slots of these lengths in the given order, and their end."""
     offsets = [0] * len(lengths)
     for index, end in zip(order, accumulate(lengths[index] for index in order), strict=True):
         offsets[index] = end - lengths[index]
@@ -132,7 +131,7 @@ def _in_a_row(lengths: Sequence[int], order: Sequence[int]) -> tuple[list[int], 
 
 
 def _take_turns(lengths: Sequence[int], window_bytes: int) -> tuple[list[int], int]:
-    """The same for slots that are given out from the last to the first, round and round within a window."""
+    """Like _in_a_row(), for slots that are assigned from the last to the first, cyclically within a window."""
     window_bytes = _round_up(max(window_bytes, *lengths))
     offsets = [0] * len(lengths)
     end = 0
@@ -145,8 +144,8 @@ def _take_turns(lengths: Sequence[int], window_bytes: int) -> tuple[list[int], i
 
 
 def count_shards(nbytes: int, shard_bytes: int) -> int:
-    """Into how many equal shards of at least `shard_bytes` a tensor of `nbytes` is cut."""
-    # Shards are cut at cache lines, which must not take any of them below the threshold.
+    """The number of equal shards, of at least `shard_bytes`, of a tensor of `nbytes`."""
+    # Shards are cut at cache lines, but must not become smaller than the threshold.
     return max(1, nbytes // _round_up(shard_bytes))
 
 
@@ -156,9 +155,9 @@ def _round_up(nbytes: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Cut:
-    """How a tensor is cut: (first byte, elements) of each piece, and the bytes of its slot, or of a table.
+    """The cut of a tensor: (first byte, elements) of each piece, and the size of its slot or of the table.
 
-    `shard_bytes` are those of its largest piece.
+    `shard_bytes` is the size of its largest piece.
     """
 
     pieces: tuple[tuple[int, int], ...]

@@ -1,7 +1,7 @@
-"""The profile document: what was measured of every path of a machine, as a value, as JSON, and on disk.
+"""The profile document: the measurements of every path of a machine, as a value, as JSON, and on disk.
 
-A profile is refused whole if any part of it cannot be: a plan made from half a measurement would be wrong on every
-worker alike. The format is described in docs/design/planning.md.
+A profile with any invalid part is refused as a whole: a plan made from half a measurement would be wrong on every
+worker. docs/design/planning.md describes the format.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from coarse.profiler.curve import Curve, CurvePoint
 
 MEASURED, EMULATED, SIMULATED = "measured", "emulated", "simulated"
 PROFILE_KINDS = (MEASURED, EMULATED, SIMULATED)
-"""Of this machine; of the real runtime on paced links; of a model."""
+"""Figures of this machine; of the real runtime on paced links; of a model."""
 
 HOST = "host"
-"""Stands for the machine at hand where a machine is named."""
+"""Used as the name of this machine."""
 
 FORMAT = "coarse-profile"
 FORMAT_VERSION = 1
@@ -43,13 +43,13 @@ PATH_KINDS = (PUSH, PULL, BOTH, DEVICES, WORKERS)
 _ADVICE = "Measure again with `coarse profile --refresh`."
 _BOTH_MARGIN = 1.25  # peaks of separate measurements differ by noise
 _MAX_FILE_BYTES = 64 << 20
-_MAX_DEVICES = 64  # of a session, too
+_MAX_DEVICES = 64  # also the limit of a session
 
 Value = TypeVar("Value")
 
 
 class ContradictoryFiguresError(ValueError):
-    """Figures of a profile do not go together."""
+    """Figures of a profile contradict each other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -58,7 +58,7 @@ class PathId:
 
     Args:
         kind: One of PATH_KINDS.
-        source, target: Worker or memory device numbers, as the kind says: for "push", "pull" and "both" always
+        source, target: Worker or memory device numbers, depending on the kind: for "push", "pull" and "both" always
             the worker first.
 
     Raises:
@@ -80,17 +80,17 @@ class PathId:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileKey:
-    """What a profile is of: it fits where all of this is the same, and nowhere else.
+    """The machine and configuration of a profile, which fits only where all of these are equal.
 
     Args:
-        machine: Name of a machine profile, or "host" for the machine at hand.
-        host: Key of the host it was measured on (host_key); "" for a simulated one.
-        local_devices: The memory device that each worker shares a switch with, by worker.
-        num_devices: Memory devices.
-        versions: Of what can change a measurement, by name.
+        machine: Name of a machine profile, or "host" for this machine.
+        host: Key of the host of the measurement (host_key); "" for a simulated profile.
+        local_devices: The memory device that shares a switch with each worker, by worker.
+        num_devices: Number of memory devices.
+        versions: Versions of software that can change a measurement, by name.
 
     Raises:
-        ValueError: If there is no worker, or a local device does not exist, or there are more than a node holds.
+        ValueError: If there are no workers, a local device does not exist, or the numbers exceed a node's limits.
     """
 
     machine: str
@@ -115,15 +115,15 @@ class ProfileKey:
 
     @property
     def num_workers(self) -> int:
-        """How many workers there are."""
+        """Number of workers."""
         return len(self.local_devices)
 
     def digest(self) -> str:
-        """A short name of this key: equal keys have equal ones, different keys different ones."""
+        """A short name of this key: equal for equal keys, different for different keys."""
         return _digest(_key_as_json(self))
 
     def paths(self) -> Iterator[PathId]:
-        """Every path that a profile of this key has a curve of."""
+        """Every path for which a profile of this key has a curve."""
         for worker in range(self.num_workers):
             for device in range(self.num_devices):
                 for kind in (PUSH, PULL, BOTH):
@@ -141,12 +141,12 @@ class Profile:
 
     Args:
         kind: One of PROFILE_KINDS.
-        key: What it is of.
-        time_budget_s: How long measuring was allowed to take; 0 for a simulated one.
-        paths_share_links: Whether workers' own traffic and that through memory devices slow each other down, as
-            where all of it passes one host bridge or one host memory.
-        curves: Of every path of the key, time by bytes. Of a "both" path: bytes each way, and the time until
-            both have arrived.
+        key: Machine and configuration of the profile.
+        time_budget_s: Time limit of the measurement; 0 for a simulated profile.
+        paths_share_links: Whether direct traffic between workers and traffic through memory devices slow each other
+            down, for example if all traffic crosses one host bridge or one host memory.
+        curves: Time by bytes, for every path of the key. For a "both" path: bytes each way, and the time until both
+            have arrived.
 
     Raises:
         ValueError: If a path is missing or unknown, a number is out of range, or curves contradict each other;
@@ -160,7 +160,7 @@ class Profile:
     curves: Mapping[PathId, Curve]
 
     def __post_init__(self) -> None:
-        # Sorted, so that the order of measuring is forgotten.
+        # Sorted, so that the order of measuring does not matter.
         object.__setattr__(self, "curves", MappingProxyType(dict(sorted(self.curves.items()))))
         if self.kind not in PROFILE_KINDS:
             raise ValueError(f"kind {self.kind!r} is none of {', '.join(PROFILE_KINDS)}")
@@ -177,25 +177,25 @@ class Profile:
 
     @property
     def is_of_this_machine(self) -> bool:
-        """Whether its links are those that are there, measured or by what the firmware says of them."""
+        """Whether its links are this machine's real links, from measurements or firmware data."""
         return self.kind != EMULATED and self.key.machine == HOST
 
     def curve(self, kind: str, source: int, target: int) -> Curve:
         """The curve of one path.
 
         Raises:
-            KeyError: If there is no such path.
+            KeyError: If the path does not exist.
         """
         return self.curves[PathId(kind=kind, source=source, target=target)]
 
     def both_at_once(self, worker: int) -> dict[int, Curve]:
-        """Curves of pushing and pulling at once between a worker and every memory device, by device."""
+        """Curves of simultaneous push and pull between a worker and every memory device, by device."""
         return {device: self.curve(BOTH, worker, device) for device in range(self.key.num_devices)}
 
     def save(self, path: Path) -> None:
-        """Writes the document; who reads `path` meanwhile finds the old file or the new one, whole.
+        """Writes the document atomically: a reader of `path` finds all of the old or all of the new file.
 
-        Unless it is a device or a pipe, such as /dev/stdout may be.
+        A device or pipe, such as /dev/stdout can be, is not written atomically.
 
         Raises:
             OSError: If it cannot be written.
@@ -204,7 +204,7 @@ class Profile:
             path.write_text(json.dumps(as_json(self), indent=1))
             return
         path.parent.mkdir(parents=True, exist_ok=True)
-        path = path.resolve()  # a link stays one
+        path = path.resolve()  # write to the link's target, so that the link stays
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
             with os.fdopen(descriptor, "w", encoding="utf-8") as file:
@@ -222,12 +222,12 @@ class Profile:
         """Reads a document.
 
         Args:
-            path: Of the file.
-            expected: What it has to be of; anything by default.
+            path: Path of the file.
+            expected: The required key; any key by default.
 
         Raises:
-            ProfileError: If the file cannot be read, is no whole profile, contradicts itself, or is of something
-                else than `expected`. Names the file, what is wrong, and what to do.
+            ProfileError: If the file cannot be read, is not a complete profile, contradicts itself, or has another
+                key than `expected`. Names the file, the fault and a remedy.
         """
         try:
             with path.open("rb") as file:
@@ -237,7 +237,7 @@ class Profile:
             profile = from_json(json.loads(text, parse_constant=_refuse_constant))
         except OSError as error:
             raise ProfileError(f"profile {path}: {error.strerror or error}. {_ADVICE}") from None
-        except (ValueError, RecursionError) as error:  # what json cannot read is a ValueError, too
+        except (ValueError, RecursionError) as error:  # invalid JSON raises ValueError, too
             reason = f"cut off or no JSON: {error}" if isinstance(error, json.JSONDecodeError) else error
             raise ProfileError(f"profile {path}: {reason}. {_ADVICE}") from None
         if expected is not None and profile.key != expected:
@@ -282,7 +282,7 @@ def from_json(document: Any) -> Profile:
     """Reads a document from JSON values.
 
     Raises:
-        ValueError: If it is no whole and consistent profile; names the first thing that is wrong.
+        ValueError: If it is not a complete and consistent profile; names the first fault.
     """
     top = _object(document, "the document")
     if top.get("format") != FORMAT:
@@ -312,7 +312,7 @@ def from_json(document: Any) -> Profile:
 
 
 def host_key(host: Host) -> str:
-    """A short key of all facts on a host that can change a measurement, and of its name."""
+    """A short key of a host's name and all its properties that can change a measurement."""
     facts = asdict(host)
     for volatile in ("available_bytes", "cgroup_used_bytes"):
         del facts["memory"][volatile]
@@ -324,9 +324,9 @@ def profile_key(table: PartitionTable, host: str, emulation: Emulation | None = 
     """The key of a profile of these memory devices.
 
     Args:
-        table: Whom they serve, and what they own.
+        table: The workers and memories of the devices.
         host: Key of the host (host_key).
-        emulation: Of another machine's links, whose figures and dilation are then part of the key.
+        emulation: The emulated links, whose figures and dilation are part of the key; None without emulation.
     """
     versions = current_versions()
     if any(name != HOST for name in table.memories):
@@ -344,29 +344,29 @@ def profile_key(table: PartitionTable, host: str, emulation: Emulation | None = 
 
 
 def current_versions() -> dict[str, str]:
-    """Versions of what can change a measurement."""
+    """Versions of software that can change a measurement."""
     return {"coarse": __version__, "kernel": platform.release()}
 
 
 def cache_path(key: ProfileKey) -> Path:
-    """Where the profile of a key is kept: in the user's cache folder (XDG_CACHE_HOME)."""
+    """The file of a key's profile, in the user's cache folder (XDG_CACHE_HOME)."""
     return _cache_folder() / f"{key.machine}-{key.num_workers}x{key.num_devices}-{key.digest()}.json"
 
 
 def load_cached(key: ProfileKey) -> Profile | None:
-    """The profile of a key; None if none was kept.
+    """The cached profile of a key; None if none exists.
 
     Raises:
-        ProfileError: If there is one, but it is damaged.
+        ProfileError: If the cached profile is damaged.
     """
     path = cache_path(key)
     return Profile.load(path, expected=key) if path.exists() else None
 
 
 def newest_cached(host: str, versions: Mapping[str, str]) -> Path | None:
-    """The file of the profile of this host and these versions that was written last; None if there is none.
+    """The newest profile file of this host and these versions; None if none exists.
 
-    Files that cannot be read are passed over: what they are of is not known.
+    Skips unreadable files, because their keys are unknown.
     """
     with suppress(OSError):
         by_age = sorted(
@@ -439,7 +439,7 @@ def _object(value: Any, where: str) -> dict[str, Any]:
 
 def _field(fields: Mapping[str, Any], name: str, kind: type[Value], where: str) -> Value:
     value = fields.get(name)
-    if type(value) is not kind:  # True is an int to isinstance
+    if type(value) is not kind:  # isinstance counts True as an int
         raise ValueError(f"{where}: {name} is {value!r:.80}, not {kind.__name__}")
     return value
 

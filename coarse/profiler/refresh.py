@@ -1,4 +1,4 @@
-"""How a few new timings change the curves of a profile: dynamic profiling (COARSE paper, section III-E)."""
+"""Updates the curves of a profile from a few new timings: dynamic profiling (COARSE paper, section III-E)."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from coarse.profiler.profile import BOTH, PULL, PUSH, PathId, Profile
 
 
 def rescale_curve(curve: Curve, times_us: Mapping[int, float]) -> Curve:
-    """The curve after some of its sizes were timed anew.
+    """The curve after some of its sizes were timed again.
 
-    Every time of the curve is multiplied by new / old of the sizes around it: between two sizes that were timed the
-    factor goes over from the one to the other, evenly on logarithmic scales, so that what a link loses and gets back
-    leaves no trace; beyond them it stays what it is at the nearest.
+    Multiplies every time of the curve by the ratio new / old of the timed sizes around it. Between two timed sizes,
+    the ratio is interpolated on logarithmic scales, so that a temporary change of a link leaves no trace. Outside of
+    them, the ratio of the nearest size applies.
 
     Args:
-        curve: As measured before.
+        curve: The curve before.
         times_us: New times in microseconds by size in bytes; at least one.
 
     Raises:
-        ValueError: If there is no new time, or one is not above 0.
+        ValueError: If `times_us` is empty, or a time is not above 0.
     """
     if not times_us:
         raise ValueError("a curve is rescaled by at least one new time")
@@ -42,14 +42,14 @@ def rescale_curve(curve: Curve, times_us: Mapping[int, float]) -> Curve:
 
 
 def refresh_profile(profile: Profile, times_us: Mapping[PathId, Mapping[int, float]]) -> Profile:
-    """The profile after some paths were timed anew.
+    """The profile after some paths were timed again.
 
-    A push and a pull alone change by the factors of both at once, unless they were timed themselves; other paths keep
+    A push and a pull alone change by the ratios of both at once, unless they were timed themselves. Other paths keep
     their curves.
 
     Raises:
         ValueError: If a path is not one of the profile's, or a time is not above 0.
-        ContradictoryFiguresError: If new times do not go with those of other paths, as on a busy machine.
+        ContradictoryFiguresError: If new times contradict those of other paths, as may happen on a busy machine.
     """
     unknown = sorted(set(times_us) - set(profile.curves))
     if unknown:
@@ -65,7 +65,7 @@ def refresh_profile(profile: Profile, times_us: Mapping[PathId, Mapping[int, flo
 def _alone(
     profile: Profile, times_us: Mapping[PathId, Mapping[int, float]]
 ) -> dict[PathId, dict[int, float]]:
-    """How long pushes and pulls take alone where both at once were timed."""
+    """Times of pushes and pulls alone, for paths where both at once were timed."""
     found: dict[PathId, dict[int, float]] = {}
     for both, times in times_us.items():
         for path in (replace(both, kind=PUSH), replace(both, kind=PULL)):
@@ -79,7 +79,7 @@ def _alone(
 
 
 def largest_change(profile: Profile, times_us: Mapping[PathId, Mapping[int, float]]) -> float:
-    """By which part the new time differs most from the profile's, over all paths and sizes: 0.1 is ten per cent."""
+    """The largest relative change of a time from the profile's, over all paths and sizes: 0.1 is ten per cent."""
     return max(
         (
             abs(time_us / profile.curves[path].time_us(size) - 1)

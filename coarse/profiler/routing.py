@@ -1,4 +1,4 @@
-"""Which proxy takes a shard, by its size (COARSE paper, section III-E)."""
+"""Selects the proxy of a shard by its size (COARSE paper, section III-E)."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING
 from coarse.profiler.switchover import measure_crossing
 from coarse.schema import ITEM_BYTES
 
-if TYPE_CHECKING:  # what these import is slow
+if TYPE_CHECKING:  # slow to import
     from coarse.profiler.curve import Curve
     from coarse.profiler.partition import PartitionPlan
     from coarse.profiler.profile import Profile
     from coarse.schema import TensorSpec
 
 TIE_FRACTION = 0.05
-"""Proxies whose times differ by no more are alike: as exactly as links are paced, and medians repeat."""
+"""Times that differ by at most this fraction count as equal: the precision of paced links and of medians."""
 
 DEFAULT_MARGIN = 0.1
-"""How much faster a new table has to be before it is worth a change of routes."""
+"""Least gain of a new table that justifies a change of routes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,9 +31,9 @@ class RoutingTable:
     Args:
         lat_proxy: Memory device for shards smaller than the threshold: the one with the lowest latency.
         bw_proxy: Memory device for the others: the one with the highest bandwidth.
-        threshold_bytes: Where both take equally long.
-        turns: The proxies that large shards of a step take in turn; () for BwProxy alone, as in the paper.
-        reasons: Why, in words; tables that differ in nothing else are equal.
+        threshold_bytes: The size at which both take equally long.
+        turns: The proxies that large shards of a step use in turn; () for BwProxy alone, as in the paper.
+        reasons: Reasons in words; they do not count in comparisons of tables.
 
     Raises:
         ValueError: If a number is negative.
@@ -59,7 +59,7 @@ class RoutingTable:
         return self.lat_proxy if nbytes < self.threshold_bytes else self.bw_proxy
 
     def to_one_proxy(self) -> RoutingTable:
-        """The same with BwProxy for all shards."""
+        """The same table with BwProxy for all shards."""
         return replace(self, lat_proxy=self.bw_proxy, threshold_bytes=0)
 
     def __str__(self) -> str:
@@ -80,22 +80,22 @@ class RoutingTable:
         """Plans one client's table.
 
         A pure function of its arguments: the same curves in any order give the same table on every worker.
-        Proxies are compared while they push and pull at once, because that is what a pipeline of shards does
-        (Fig 9). LatProxy is the fastest at the smallest size measured, BwProxy at the largest one. Ties go to the
-        local proxy, then to the one that fewer others take, then to the lower number. Where BwProxy never
-        overtakes LatProxy there is one proxy.
+        Proxies are compared by simultaneous push and pull, as in a pipeline of shards (Fig 9). LatProxy is the
+        fastest at the smallest measured size, BwProxy at the largest one. Ties go to the local proxy, then to the one
+        that fewer other clients use, then to the lower number. If BwProxy never becomes faster than LatProxy, the
+        table has only one proxy.
 
-        The local proxy is the default: it is judged by the least times that its spreads leave possible, so that
-        another one takes its place only where the repeats leave no doubt. Reasons say where that has kept it.
+        The local proxy is the default: its least possible times according to its spreads count, so that another proxy
+        replaces it only if the repeats leave no doubt. The reasons state where this has kept it.
 
         Args:
-            curves: Of both directions at once between this client and each proxy, by proxy.
+            curves: Curves of both directions at once between this client and each proxy, by proxy.
             local_proxy: The proxy that shares a switch with this client.
-            load: How many other clients have each proxy as their BwProxy; nobody by default.
-            tie_fraction: Proxies whose times differ by no more are alike.
+            load: Number of other clients with each proxy as their BwProxy; 0 by default.
+            tie_fraction: Times that differ by at most this fraction count as equal.
 
         Raises:
-            ValueError: If there is no curve of the local proxy.
+            ValueError: If `curves` lacks the local proxy.
         """
         if local_proxy not in curves:
             raise ValueError(f"there is no curve of the local proxy md{local_proxy}")
@@ -125,9 +125,9 @@ class RoutingTable:
 def sizes_in_doubt(
     curves: Mapping[int, Curve], local_proxy: int, *, tie_fraction: float = TIE_FRACTION
 ) -> tuple[int, ...]:
-    """The measured sizes in bytes at which spread alone keeps a client with its local proxy.
+    """The measured sizes in bytes at which only the spread keeps a client with its local proxy.
 
-    More repeats may settle it. A pure function, as RoutingTable.from_profiles() is, with the same arguments.
+    More repeats may resolve the doubt. A pure function with the same arguments as RoutingTable.from_profiles().
     """
     ranking = _Ranking(curves=curves, local=local_proxy, load={}, tie_fraction=tie_fraction)
     sizes = sorted({point.nbytes for curve in curves.values() for point in curve.points})
@@ -135,7 +135,7 @@ def sizes_in_doubt(
 
 
 def _deciding_sizes(curves: Mapping[int, Curve]) -> tuple[int, int]:
-    """The smallest size measured, by which LatProxy is chosen, and the largest one, by which BwProxy is."""
+    """The smallest measured size, which determines LatProxy, and the largest one, which determines BwProxy."""
     return (
         min(curve.points[0].nbytes for curve in curves.values()),
         max(curve.points[-1].nbytes for curve in curves.values()),
@@ -154,11 +154,12 @@ def plan_routing(profile: Profile, *, tie_fraction: float | None = None) -> tupl
     """Plans the table of every worker, in the order of the workers.
 
     Args:
-        profile: Of the machine.
-        tie_fraction: Proxies whose times differ by no more are alike; what the profile's noise hides by default.
+        profile: Profile of the machine.
+        tie_fraction: Times that differ by at most this fraction count as equal; by default the profile's noise.
 
-    Curves are measured one path at a time. Were all workers to take the lowest of several equal remote proxies,
-    they would share its link, which no curve shows; so each knows what the workers before it took.
+    Curves are measured one path at a time. If all workers used the lowest of several equal remote proxies, they would
+    share its link, which no curve shows. Therefore each choice takes the choices of the preceding workers into
+    account.
     """
     if tie_fraction is None:
         tie_fraction = noise_fraction(profile)
@@ -173,11 +174,11 @@ def plan_tables(
     *,
     tie_fraction: float = TIE_FRACTION,
 ) -> tuple[RoutingTable, ...]:
-    """Plans the table of every worker, in the order of the workers; each knows what those before it took.
+    """Plans the table of every worker, in the order of the workers; each considers the choices of preceding workers.
 
     Args:
-        curves: Of each worker, as for RoutingTable.from_profiles().
-        local_proxies: The proxy that shares a switch with each.
+        curves: Curves of each worker, as for RoutingTable.from_profiles().
+        local_proxies: The proxy that shares a switch with each worker.
         tie_fraction: As for RoutingTable.from_profiles().
     """
     tables: list[RoutingTable] = []
@@ -190,12 +191,12 @@ def plan_tables(
 
 
 def noise_fraction(profile: Profile) -> float:
-    """The difference between two times of a profile below which it may be chance.
+    """The relative difference between two times of a profile that may be due to chance.
 
-    TIE_FRACTION where links keep their times. On a host, whose processors and memory are shared with whatever else
-    runs, twice the widest spread of any size, both directions at once, if that is more.
+    TIE_FRACTION if links have constant times. On a host, which shares processors and memory with other programs,
+    twice the largest spread of any size with both directions at once, if that is more.
     """
-    from coarse.profiler.profile import MEASURED  # a client needs routes but no numpy
+    from coarse.profiler.profile import MEASURED  # a client needs routes, but not numpy
 
     if profile.kind != MEASURED:
         return TIE_FRACTION
@@ -209,14 +210,14 @@ def noise_fraction(profile: Profile) -> float:
 
 
 def predict_time_us(table: RoutingTable, curves: Mapping[int, Curve], histogram: Mapping[int, int]) -> float:
-    """How long a client's shards take one after the other.
+    """The time of a client's shards one after the other.
 
     Args:
-        table: Where each goes.
-        curves: Of each proxy that the table names.
-        histogram: How many shards there are, by their size in bytes.
+        table: The routes of the shards.
+        curves: Curves of each proxy that the table names.
+        histogram: Number of shards by size in bytes.
     """
-    # fsum, so that the order of the histogram cannot make workers differ.
+    # fsum, so that results do not depend on the order of the histogram.
     return math.fsum(
         count * curves[table.route(nbytes)].time_us(nbytes) for nbytes, count in histogram.items()
     )
@@ -230,16 +231,16 @@ def is_better(
     *,
     margin: float = DEFAULT_MARGIN,
 ) -> bool:
-    """Whether a change from `old` to `new` pays: the hysteresis of dynamic profiling.
+    """Whether a change from `old` to `new` is worthwhile: the hysteresis of dynamic profiling.
 
     Args:
         new, old: The tables.
-        curves: The newest ones, by which both are judged.
-        histogram: How many shards there are, by their size in bytes.
-        margin: Part of the predicted time that has to be saved.
+        curves: The newest curves, which predict the times of both tables.
+        histogram: Number of shards by size in bytes.
+        margin: Fraction of the predicted time that must be saved.
 
     Raises:
-        ValueError: If the margin is not within 0 and 1.
+        ValueError: If the margin is not between 0 and 1.
     """
     if not 0 <= margin < 1:
         raise ValueError(f"margin={margin} must be at least 0 and below 1")
@@ -247,14 +248,14 @@ def is_better(
 
 
 def with_threshold(table: RoutingTable, threshold_bytes: int) -> RoutingTable:
-    """The same table with the threshold that a user asks for."""
+    """The same table with the threshold that the user requests."""
     why = f"COARSE_ROUTING_THRESHOLD_BYTES={threshold_bytes}"
     return replace(table, threshold_bytes=threshold_bytes, reasons=(*table.reasons, why))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ranking:
-    """Picks proxies by size, and says why."""
+    """Selects proxies by size, and gives reasons."""
 
     curves: Mapping[int, Curve]
     local: int
@@ -278,7 +279,7 @@ class _Ranking:
         return chosen, why
 
     def is_in_doubt(self, nbytes: int) -> bool:
-        """Whether the local proxy loses by its time, and not by the least time that its spread leaves possible."""
+        """Whether the local proxy loses by its time, but not by its least possible time according to its spread."""
         limit_us = min(curve.time_us(nbytes) for curve in self.curves.values()) * (1 + self.tie_fraction)
         local = self.curves[self.local]
         return local.time_us(nbytes) > limit_us >= local.at_its_least().time_us(nbytes)

@@ -13,25 +13,25 @@ if TYPE_CHECKING:
     from coarse.profiler.routing import RoutingTable
 
 FULL_FRACTION = 0.9
-"""Part of the highest bandwidth that counts as full.
+"""Fraction of the highest bandwidth that counts as full.
 
-On a path of latency alpha and bandwidth beta the fraction f is reached at f/(1-f) * alpha * beta: 4, 9, 19 and 99
-times alpha * beta for 0.8, 0.9, 0.95 and 0.99. A higher fraction gains at most 1 - f of throughput and makes the
-pipeline's ends, in which one direction is idle, longer in proportion to the shard. docs/design/planning.md has the
+On a path of latency alpha and bandwidth beta, the fraction f is reached at f/(1-f) * alpha * beta: 4, 9, 19 and 99
+times alpha * beta for 0.8, 0.9, 0.95 and 0.99. A higher fraction gains at most 1 - f of throughput. It also extends
+the pipeline's ends, in which one direction is idle, in proportion to the shard. docs/design/planning.md has the
 figures for the paper's machines.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardSize:
-    """The paper's S': the smallest tested size that reaches full bandwidth.
+    """The paper's S': the smallest measured size that reaches full bandwidth.
 
     Args:
         nbytes: S', in bytes.
         gbytes_per_s: Bandwidth at S', each way.
-        peak_gbytes_per_s: The highest bandwidth at any tested size.
-        full_fraction: Part of the peak that counts as full.
-        reason: Why, in words.
+        peak_gbytes_per_s: The highest bandwidth at any measured size.
+        full_fraction: Fraction of the peak that counts as full.
+        reason: The reason in words.
     """
 
     nbytes: int
@@ -42,7 +42,7 @@ class ShardSize:
 
 
 def choose_shard_size(curve: Curve, *, full_fraction: float = FULL_FRACTION) -> ShardSize:
-    """Picks S' from the curve of a client and its BwProxy, both directions at once.
+    """Chooses S' from the curve of a client and its BwProxy, both directions at once.
 
     Raises:
         ValueError: If the fraction is not above 0 and at most 1.
@@ -66,15 +66,15 @@ def choose_shard_size(curve: Curve, *, full_fraction: float = FULL_FRACTION) -> 
 def plan_shard_size(
     profile: Profile, tables: Sequence[RoutingTable], *, full_fraction: float = FULL_FRACTION
 ) -> ShardSize:
-    """Picks the one S' of a job, which all workers cut by: the largest that any of them needs.
+    """Chooses the common S' of all workers of a job: the largest that any of them needs.
 
     Args:
-        profile: Of the machine.
+        profile: Profile of the machine.
         tables: The routing table of each worker, whose BwProxy counts.
-        full_fraction: Part of the highest bandwidth that counts as full.
+        full_fraction: Fraction of the highest bandwidth that counts as full.
     """
     sizes = [
         choose_shard_size(profile.both_at_once(worker)[table.bw_proxy], full_fraction=full_fraction)
         for worker, table in enumerate(tables)
     ]
-    return max(sizes, key=lambda size: size.nbytes)  # the lowest worker's, if several need as much
+    return max(sizes, key=lambda size: size.nbytes)  # the lowest worker's if several need the same

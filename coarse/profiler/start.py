@@ -1,4 +1,4 @@
-"""How the workers of a node come to one profile when a session starts (docs/design/profiling.md)."""
+"""Finds one profile for all workers of a node at a session's start (docs/design/profiling.md)."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from typing import TYPE_CHECKING, Any
 
 from coarse.errors import ProfileError
 
-if TYPE_CHECKING:  # slow to import, and needed where there is a profile only
+if TYPE_CHECKING:  # slow to import, and only needed with a profile
     from coarse.profiler.profile import Profile, ProfileKey
     from coarse.settings import Settings
 
 logger = logging.getLogger(__name__)
 
 OFF, CACHED, AUTO, REFRESH = "off", "cached", "auto", "refresh"
-"""Modes of COARSE_PROFILE; anything else names a file."""
+"""Modes of COARSE_PROFILE; any other value names a file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundProfile:
-    """What the first worker of a node has found for all of them.
+    """The profile that the first worker of a node has found for all its workers.
 
     Args:
-        profile: None if there is none, or none yet.
-        note: Where it comes from, or why there is none, in words.
-        is_to_be_measured: Whether all workers are to measure one.
+        profile: The profile; None if none exists, or none exists yet.
+        note: Source of the profile, or why none exists, in words.
+        is_to_be_measured: Whether all workers must measure a profile.
     """
 
     profile: Profile | None = None
@@ -36,7 +36,7 @@ class FoundProfile:
     is_to_be_measured: bool = False
 
     def to_json(self) -> bytes:
-        """The form in which it is passed to other workers."""
+        """The JSON form for other workers."""
         document: dict[str, Any] = {"note": self.note, "is_to_be_measured": self.is_to_be_measured}
         if self.profile is not None:
             from coarse.profiler.profile import as_json
@@ -46,10 +46,10 @@ class FoundProfile:
 
     @classmethod
     def from_json(cls, text: bytes) -> FoundProfile:
-        """Reads what `to_json` or `error_as_json` wrote.
+        """Reads the output of `to_json` or `error_as_json`.
 
         Raises:
-            ProfileError: If that was an error.
+            ProfileError: If it is an error.
         """
         document = json.loads(text)
         if "error" in document:
@@ -63,14 +63,14 @@ class FoundProfile:
 
 
 def find_profile(settings: Settings, key_of: Callable[[], ProfileKey]) -> FoundProfile:
-    """Looks for the profile that a session is to start with; on the first worker of its node.
+    """Finds the profile for a session's start; on the first worker of its node.
 
     Args:
-        settings: Of the session.
-        key_of: Gives the key of the node; not called where it is not needed.
+        settings: The session's settings.
+        key_of: Returns the key of the node; only called if needed.
 
     Raises:
-        ProfileError: If COARSE_PROFILE names a file that is no profile, or one of something else.
+        ProfileError: If the file that COARSE_PROFILE names is not a profile, or has another key.
     """
     if settings.profile == REFRESH:
         return FoundProfile(note="COARSE_PROFILE=refresh", is_to_be_measured=True)
@@ -84,10 +84,10 @@ def find_profile(settings: Settings, key_of: Callable[[], ProfileKey]) -> FoundP
 
 
 def share_profile(publish: Callable[[bytes], None], find: Callable[[], FoundProfile]) -> FoundProfile:
-    """Finds the profile and tells the other workers of the node, also if that fails.
+    """Finds the profile and publishes it, or the error, to the other workers of the node.
 
     Raises:
-        ProfileError: As `find` does.
+        ProfileError: As for `find`.
     """
     try:
         found = find()
@@ -104,7 +104,7 @@ def _find_cached(key: ProfileKey, *, is_to_be_measured: bool) -> FoundProfile:
     try:
         profile = load_cached(key)
     except ProfileError as error:
-        # A damaged cache is no reason not to train.
+        # A damaged cache must not prevent training.
         logger.warning("the cached profile is not used: %s", error)
         return FoundProfile(
             note=f"the cached profile is damaged: {error}", is_to_be_measured=is_to_be_measured

@@ -1,1 +1,1 @@
-"""Memory devices: processes that own memory, reduce what workers push, run optimizers and write snapshots."""
+"""Memory devices: processes that own memory, reduce pushed tensors, run optimizers and write snapshots."""

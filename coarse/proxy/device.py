@@ -278,7 +278,7 @@ class MemoryDevice:
         return True
 
     def _leave_signals_to_workers(self) -> None:
-        """Ignores signals: a batch system signals all processes of a job, and workers may still save the contents."""
+        """Lets workers react to signals first: a batch system signals all processes, and workers may still save."""
         for number in _ENDING_SIGNALS:
             signal.signal(number, lambda number, frame: self._be_told_to_end())
         for number in _NOTIFYING_SIGNALS:

@@ -213,7 +213,7 @@ class _Trial:
 
 
 def _largest(session: TunedSession, seconds: Sequence[float]) -> list[float]:
-    """Of each time that of the worker for which it is longest."""
+    """The largest value of each time over all workers."""
     numbers = np.array(seconds)
     session.all_reduce(numbers, op="max")
     return [float(number) for number in numbers]

@@ -116,7 +116,7 @@ class Replanner:
             self._look_at_links()
 
     def _plan_by_first_steps(self) -> None:
-        self._group.watch(None, self._step_done)  # pushes need no clock any more
+        self._group.watch(None, self._step_done)  # pushes no longer need a clock
         if self._dual_sync != OFF:
             self._plan_dual_sync()
         if self._every_steps != 0:

@@ -268,7 +268,7 @@ class RecoveredUpdates:
     num_updates: tuple[int, ...]
 
     def to_message(self) -> Message:
-        """The part of a control message that tells it."""
+        """The fields for a control message."""
         return {"step": self.step, "num_updates": list(self.num_updates)}
 
     @classmethod
@@ -304,7 +304,7 @@ class WorkerMemory:
     moved_bytes: int = 0
 
     def to_message(self) -> Message:
-        """The part of a control message that tells it."""
+        """The fields for a control message."""
         return {"reserves": self.reserves, "moved_bytes": self.moved_bytes}
 
     @classmethod
@@ -355,7 +355,7 @@ class Registration:
 
     @property
     def is_reserved_later(self) -> bool:
-        """Whether all workers reserve pages themselves, because each fills only its own slots and parameters."""
+        """Whether all workers reserve pages themselves; otherwise pages are allocated at registration."""
         return all(memory.reserves for memory in self.memories.values())
 
     @property

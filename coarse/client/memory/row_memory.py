@@ -53,10 +53,10 @@ class RowMemory:
         return self._fd
 
     def give(self, tensor: int, count: int) -> Rows:
-        """Memory for the `count` rows that this worker contributes next; write them before pushing the tensor.
+        """Memory for the `count` rows that this worker contributes next; write the rows before pushing the tensor.
 
         Raises:
-            OutOfDeviceMemoryError: If there is no memory for them.
+            OutOfDeviceMemoryError: If the memory is not available.
         """
         header, numbers, values, _, _ = self._places[tensor]
         return self._rows(tensor, header, numbers, values, count)
@@ -81,7 +81,7 @@ class RowMemory:
         """Memory for `count` rows that replace mean(), for an update by the mean.
 
         Raises:
-            OutOfDeviceMemoryError: If there is no memory for them.
+            OutOfDeviceMemoryError: If the memory is not available.
         """
         header, _, _, numbers, values = self._places[tensor]
         return self._rows(tensor, header + NUMBER_BYTES, numbers, values, count)

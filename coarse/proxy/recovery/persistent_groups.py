@@ -122,7 +122,7 @@ class PersistentGroups:
         return problems
 
     def close(self) -> None:
-        """Gives everything up. Idempotent."""
+        """Closes everything. Idempotent."""
         while self._groups:
             self._groups.popitem()[1].close()
 
@@ -139,7 +139,7 @@ class DeviceContents:
     storage: Storage = field(default_factory=VersionedStorage)
 
     def close(self) -> None:
-        """Gives everything up. Idempotent."""
+        """Closes everything. Idempotent."""
         self.groups.close()
         self.replicas.close()
         self.storage.close()
