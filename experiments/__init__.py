@@ -1,1 +1,1 @@
-"""The paper's experiments, run on this project. `python -m experiments --help`."""
+"""The paper's experiments, run with this project. See `python -m experiments --help`."""

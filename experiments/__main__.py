@@ -1,6 +1,6 @@
-"""`make experiments`: runs all experiments, or those that are named, and rewrites the tables of results.
+"""`make experiments`: runs all or the named experiments and rewrites the tables of results.
 
-python -m experiments                                        # all but those of ON_DEMAND
+python -m experiments                                        # all except ON_DEMAND
 python -m experiments fig15_routing --quick --results /some/folder
 """
 
@@ -31,7 +31,7 @@ ON_DEMAND = (FIG16, RECOVERY)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs them. What came out otherwise than the paper says is told, and is no failure."""
+    """Runs the experiments. Prints results that differ from the paper; they are not failures."""
     by_default = [experiment.name for experiment in EXPERIMENTS]
     names = [experiment.name for experiment in (*EXPERIMENTS, *ON_DEMAND)]
     parser = argparse.ArgumentParser(
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(experiment: Experiment, is_quick: bool, results: Path | None) -> None:
-    """Runs one with a line at its begin and its end, and one for whatever came out otherwise."""
+    """Runs one experiment. Prints a line at its start, at its end, and for each result that differs from the paper."""
     print(f"{experiment.figure}: {experiment.name}", flush=True)
     options = Options(is_quick=is_quick, progress=_say)
     if results is not None:

@@ -1,4 +1,4 @@
-"""What all experiments share: arguments, results with their provenance, and the tables in the READMEs."""
+"""Shared by all experiments: arguments, results with their provenance, and the tables in the READMEs."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _TABLE_HEAD = "| figure | what is run here | expected by the paper | what came o
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What the command line asks for.
+    """The options from the command line.
 
     Args:
-        machines: Names of machine profiles, where an experiment is about some.
-        is_quick: Fewer repeats: seconds, to see that it works; not for figures to be kept.
-        results: Where results go; the experiment's own folder by default.
-        progress: Called with a line of text now and then.
+        machines: Names of machine profiles, for experiments that use them.
+        is_quick: Fewer repeats, which takes seconds: a check that the experiment works. Do not keep these figures.
+        results: Folder for the results; the experiment's own folder by default.
+        progress: Called with a line of text from time to time.
     """
 
     machines: tuple[str, ...] = ALL_MACHINES
@@ -50,10 +50,10 @@ class Finding:
     """A row of the results table.
 
     Args:
-        ran: What is run here, on which machine.
-        expected: By the paper, with its section or figure.
-        found: What came out.
-        agrees: Whether that is as expected; None where the paper says nothing that could be compared.
+        ran: The run and its machine.
+        expected: The paper's result, with its section or figure.
+        found: The result here.
+        agrees: Whether it is as expected; None if the paper gives nothing to compare with.
         kind: Measured, emulated or simulated.
 
     Raises:
@@ -74,19 +74,19 @@ class Finding:
                 raise ValueError(f"a cell of a table holds no | and no line break: {text!r}")
 
     def cells(self) -> list[str]:
-        """The row, less its first cell."""
+        """The row without its first cell."""
         agrees = "" if self.agrees is None else "yes" if self.agrees else "**no**"
         return [self.ran, self.expected, self.found, agrees, self.kind]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a run of an experiment gives.
+    """The results of one run of an experiment.
 
     Args:
         findings: Rows of the results table.
-        data: The figures behind them: JSON values, each with its "kind".
-        pictures: By file name without suffix.
+        data: The figures behind the rows: JSON values, each with its "kind".
+        pictures: Plots by file name without suffix.
     """
 
     findings: Sequence[Finding]
@@ -104,9 +104,9 @@ class Experiment:
     """An experiment: its folder, and how to run it.
 
     Args:
-        name: Of its folder.
+        name: Name of its folder.
         figure: The paper's figure, e.g. "Fig 8".
-        run: Runs it.
+        run: Runs the experiment.
     """
 
     name: str
@@ -115,18 +115,18 @@ class Experiment:
 
     @property
     def folder(self) -> Path:
-        """Where its README, script and results are."""
+        """Contains its README, script and results."""
         return FOLDER / self.name
 
 
 @cache
 def provenance() -> Provenance:
-    """Commit and machine, as they are before the first results are written: those make the checkout dirty."""
+    """Commit and machine, read before the first results are written, because results make the checkout dirty."""
     return Provenance.here()
 
 
 def run_experiment(experiment: Experiment, options: Options) -> Outcome:
-    """Runs an experiment and writes its results: results.json and pictures."""
+    """Runs an experiment and writes results.json and the pictures."""
     provenance()
     outcome = experiment.run(options)
     results = options.results or experiment.folder / "results"
@@ -146,7 +146,7 @@ def run_experiment(experiment: Experiment, options: Options) -> Outcome:
 
 
 def main(experiment: Experiment, argv: Sequence[str] | None = None) -> int:
-    """The command line of one experiment. What came out otherwise than the paper says is a result and no failure."""
+    """The command line of one experiment. A result that differs from the paper is not a failure."""
     options = parse_options(argv, prog=f"python -m experiments.{experiment.name}.run")
     outcome = run_experiment(experiment, options)
     for finding in outcome.findings:
@@ -157,7 +157,7 @@ def main(experiment: Experiment, argv: Sequence[str] | None = None) -> int:
 
 
 def parse_options(argv: Sequence[str] | None, *, prog: str) -> Options:
-    """Reads the arguments that all experiments take."""
+    """Parses the arguments that all experiments accept."""
     parser = argparse.ArgumentParser(prog=prog)
     parser.add_argument(
         "--machine",
@@ -184,7 +184,7 @@ def parse_options(argv: Sequence[str] | None, *, prog: str) -> Options:
 
 
 def write_tables(experiments: Sequence[Experiment]) -> None:
-    """Rewrites the table in each experiment's README from its results, and the index of all in the README here."""
+    """Rewrites the table in each experiment's README from its results, and the index in this folder's README."""
     for experiment in experiments:
         replace_table(experiment.folder / "README.md", table_lines([_results(experiment)]))
     everything = [json.loads(path.read_text()) for path in sorted(FOLDER.glob("*/results/results.json"))]
@@ -192,7 +192,7 @@ def write_tables(experiments: Sequence[Experiment]) -> None:
 
 
 def table_lines(results: Sequence[Mapping[str, Any]], *, is_index: bool = False) -> list[str]:
-    """A table in Markdown of what results.json files say; in the index, figures link to their experiments."""
+    """A Markdown table of the given results.json contents; in the index, figures link to their experiments."""
     lines = [_TABLE_HEAD, "|---|---|---|---|---|---|"]
     for document in results:
         figure = document["figure"]
@@ -205,10 +205,10 @@ def table_lines(results: Sequence[Mapping[str, Any]], *, is_index: bool = False)
 
 
 def replace_table(readme: Path, lines: Sequence[str]) -> None:
-    """Puts lines between the marks of a README.
+    """Replaces the lines between the marks of a README.
 
     Raises:
-        ValueError: If the marks are not there, once and in order.
+        ValueError: If the marks are missing or out of order.
     """
     text = readme.read_text(encoding="utf-8")
     before, begin, rest = text.partition(TABLE_BEGIN)

@@ -1,4 +1,4 @@
-"""Profiles of the machines that the experiments are about."""
+"""Profiles of the machines in the experiments."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ TIME_DILATION = 20.0
 
 @cache
 def get_profile(machine: str, *, is_quick: bool = False) -> Profile:
-    """The profile that a real session measures: of the host, or of another machine's links, emulated.
+    """The profile that a real session measures: of the host, or of another machine's emulated links.
 
-    Other machines have the partition table of their name. Each profile is made once in a process.
+    Other machines use the partition table of the same name. A process measures each profile once.
 
     Args:
         machine: HOST, or the name of a machine profile.
-        is_quick: One repeat of each path and size only.
+        is_quick: Measures each path and size only once.
 
     Raises:
-        ValueError: If there is no such machine or no table for it.
+        ValueError: If the machine or its table does not exist.
     """
     if machine == HOST:
         return _measure(2, {"memory_devices": 2}, _hurried(HOST_PLAN, is_quick))
@@ -58,7 +58,7 @@ def _measure(num_workers: int, settings: dict[str, Any], plan: MeasurePlan) -> P
 
 
 def _work(seat: Seat) -> None:
-    """A worker: hears settings and a plan, answers the profile that all workers measured together."""
+    """A worker: receives settings and a plan, returns the profile that all workers measured together."""
     settings, plan = seat.hear()
     with seat.join("session", **settings) as session:
         seat.tell(as_json(measure_profile(session, plan)))
@@ -66,20 +66,20 @@ def _work(seat: Seat) -> None:
 
 
 def plan_tables(profile: Profile) -> tuple[RoutingTable, ...]:
-    """The routing tables that the workers of a session with this profile adopt."""
+    """The routing tables that the workers of a session with this profile use."""
     plan = plan_links(profile, "", local_devices=profile.key.local_devices, settings=Settings())
     return plan.tables
 
 
 def links_of(machine: str) -> tuple[LinkTable, list[int]]:
-    """The links of a machine under the partition table of its name, and the local memory device of each worker."""
+    """The machine's links under the partition table of its name, and the local memory device of each worker."""
     table = PartitionTable.load(machine)
     local_devices = [table.local_device(worker) for worker in range(table.num_workers)]
     return link_table(load_machine(machine), table), local_devices
 
 
 def curves_as_json(profile: Profile, worker: int = 0) -> dict[str, Any]:
-    """The curves of one worker, for results: by path, [bytes, microseconds] of each size."""
+    """The curves of one worker, for results: [bytes, microseconds] of each size, by path."""
     paths = [path for path in profile.curves if path.kind in (PUSH, PULL, BOTH) and path.source == worker]
     return {
         "kind": profile.kind,

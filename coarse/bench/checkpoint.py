@@ -1,4 +1,4 @@
-"""`coarse bench checkpoint`: the cost of saves for running training, compared with torch.save and DCP's async_save."""
+"""`coarse bench checkpoint`: the cost of saves during training, compared with torch.save and DCP's async_save."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ def checkpoint_table(results: Sequence[SaveResult]) -> TextTable:
 
 
 def memory_table(results: Sequence[StateMemory]) -> TextTable:
-    """Peak memory of each system, also in copies of the parameters and compared with others, and its smallest limit."""
+    """Peak memory of each system, in copies of the parameters and compared with others, and its smallest limit."""
     peaks = {result.system: result.peak_bytes for result in results}
     rows = [
         (
@@ -172,7 +172,7 @@ def _gibibytes(num_bytes: int) -> str:
 
 
 def train_table(comparison: Comparison) -> TextTable:
-    """Step time of each system and its parts, blocked communication, speed-up over DDP, and memory, also of the GPU."""
+    """Step time of each system and its parts, blocked communication, speed-up over DDP, memory and GPU memory."""
     on_gpu = any(result.first_step.gpu for result in comparison.results)
     ddp = comparison.ddp
     over = f", DDP over {ddp.first_step.backend}" if on_gpu and ddp is not None else ""

@@ -260,7 +260,7 @@ class DcpSaves:
         return self._folder / f"save-{number}"
 
     def _note_end(self, _: Any) -> None:
-        """Runs in a thread of torch, where removing the old checkpoint delays nothing."""
+        """Runs in a thread of torch, where removing the old checkpoint may take time."""
         self._ended_s = time.perf_counter()
         if self._rank == 0:
             shutil.rmtree(self._place(self._number - 2), ignore_errors=True)
@@ -279,4 +279,4 @@ SAVE_SYSTEMS: dict[str, Callable[[WorkerJob], Adapter]] = {
     "save-torch": lambda job: CheckpointAdapter(job, wrap_ddp, _on_workers, TorchSaves),
     "save-dcp": lambda job: CheckpointAdapter(job, wrap_ddp, _on_workers, DcpSaves),
 }
-"""Adapter of each system; the prefix sets them apart from the systems of other benchmarks."""
+"""Adapter of each system; the prefix distinguishes them from the systems of other benchmarks."""

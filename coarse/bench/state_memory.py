@@ -24,10 +24,10 @@ STEPS = 3
 _BYTES_PER_ELEMENT = 4
 _SHARE_OF_AVAILABLE = 0.95
 _TIMEOUT_S = 1800.0
-_SLOWER_IN_LIMIT = 4  # times as long as without a limit; then it hangs, or only moves pages
+_SLOWER_IN_LIMIT = 4  # factor over the time without a limit; a slower job hangs, or only moves pages
 _LEAST_TIME_S = 120.0
 _NUM_TRIES = 6
-_LEAST_SHARE = 2  # of the peak, from which on limits are tried
+_LEAST_SHARE = 2  # the smallest tried limit is the peak divided by this
 _ALIGNMENT = 16 << 20
 
 Progress = Callable[[str], None]

@@ -243,7 +243,7 @@ def wrap_ddp(job: WorkerJob) -> Callable[[Any], Any]:
 
 
 def _broadcasts_buffers(job: WorkerJob) -> bool:
-    """DDP's default on the CPU; False on a GPU, where each broadcast would make the processor wait without benefit."""
+    """DDP's default on the CPU; False on a GPU, where each broadcast makes the processor wait without benefit."""
     return bool(job.options.get("device", CPU) == CPU)
 
 

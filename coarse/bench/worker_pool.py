@@ -267,7 +267,7 @@ class WorkerPool:
         return "\n" + "\n".join(tails) if tails else ""
 
     def _leave(self, timeout_s: float) -> None:
-        """Lets workers shut their system down; whoever does not manage in time is killed by the caller."""
+        """Lets workers shut down their system; the caller kills those that do not end in time."""
         deadline = time.monotonic() + timeout_s
         with contextlib.suppress(CoarseError, subprocess.TimeoutExpired):
             self.ask("close", timeout_s=timeout_s)
@@ -275,8 +275,8 @@ class WorkerPool:
                 process.wait(max(0.0, deadline - time.monotonic()))
 
     def _kill_all(self) -> None:
-        # Launchers put their children into groups of their own, and a dead launcher's children are nobody's
-        # descendants: note them all before the first signal.
+        # Launchers put their children into separate process groups, and a dead launcher's children are no longer
+        # descendants of the driver. So all are listed before the first signal.
         everyone = self.descendants()
         segments = cleanup.mpi_segments(each.pid for each in everyone)
         for process in self._processes:

@@ -100,7 +100,11 @@ def _add_train_step_parser(benches: Any) -> None:
         help="device of the models: cpu; cuda: each worker uses the GPU of its rank; cuda:N: all use this GPU",
     )
     parser.add_argument(
-        "--steps", type=int, default=0, metavar="N", help="steps per round; default: as many as fit the budget"
+        "--steps",
+        type=int,
+        default=0,
+        metavar="N",
+        help="steps per round; default: as many as fit the budget",
     )
     parser.add_argument(
         "--budget", type=seconds, default=20.0, metavar="S", help="seconds per system; default: %(default)s"
@@ -111,9 +115,7 @@ def _add_train_step_parser(benches: Any) -> None:
         help="also measure COARSE with the optimizer in the memory devices: coarse-offload updates in "
         "optimizer.step(), coarse-overlap during backward",
     )
-    parser.add_argument(
-        "--single", action="store_true", help="one worker: measures the overhead of wrapping"
-    )
+    parser.add_argument("--single", action="store_true", help="one worker: measures the overhead of wrapping")
     _add_common_arguments(parser, peers=_TRAIN_PEERS, default="ddp,ddp-tuned,none", rounds=4)
 
 
@@ -138,7 +140,10 @@ def _add_replay_parser(benches: Any) -> None:
     )
     parser.add_argument("--time-dilation", type=float, default=10.0, metavar="X", help="default: %(default)s")
     parser.add_argument(
-        "--tflops", type=float, metavar="T", help="1e12 operations/s of a worker; default: half its GPU's peak"
+        "--tflops",
+        type=float,
+        metavar="T",
+        help="1e12 operations/s of a worker; default: half its GPU's peak",
     )
     parser.add_argument(
         "--no-compute", action="store_true", help="make all gradients ready at once: measures bandwidth"

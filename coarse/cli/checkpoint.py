@@ -48,10 +48,14 @@ def add_parser(subparsers: Any) -> None:
         help="safetensors: the model's state dict in one file; torch: a file for torch.load with model and "
         "optimizer; dcp: a folder for torch.distributed.checkpoint with both; default: %(default)s",
     )
-    prune.add_argument("--keep", type=int, required=True, metavar="K", help="number of newest checkpoints to keep")
+    prune.add_argument(
+        "--keep", type=int, required=True, metavar="K", help="number of newest checkpoints to keep"
+    )
     prune.add_argument("--dry-run", action="store_true", help="only print what would be removed")
     prune.add_argument(
-        "--unfinished", action="store_true", help="also remove files of killed saves; no job may be saving there"
+        "--unfinished",
+        action="store_true",
+        help="also remove files of killed saves; no job may be saving there",
     )
     pin.add_argument("--undo", action="store_true", help="unpin the checkpoint")
     for action in (listing, show, verify, prune):

@@ -1,4 +1,4 @@
-"""MASTER_PORT, held by the launcher so that nobody takes it before worker 0 serves the workers' store there."""
+"""MASTER_PORT, reserved by the launcher so that no other process takes it before worker 0 serves the store there."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import socket
 
 
 class MasterPort:
-    """A TCP port of this machine that stays this job's, from the choice to the end, across restarts.
+    """A TCP port of this machine that is reserved for this job from start to end, across restarts.
 
-    It is bound with SO_REUSEADDR and never listens. The kernel then gives it to no process that asks for any port,
-    and refuses it to one that asks for this one, unless that sets SO_REUSEADDR too, as the servers of torch, gRPC and
-    coarse.socket_store do: worker 0 needs no descriptor of the launcher's.
+    It is bound with SO_REUSEADDR and never listens. The kernel then does not assign it to processes that request any
+    free port. It also refuses requests for this port without SO_REUSEADDR. The servers of torch, gRPC and
+    coarse.socket_store set SO_REUSEADDR, so worker 0 needs no descriptor from the launcher.
 
     Args:
-        port: The user's choice, held if it is free; None to choose a free one.
-        is_here: Whether worker 0 runs on this machine; else nothing is held.
+        port: The user's choice, reserved if it is free; None to choose a free one.
+        is_here: Whether worker 0 runs on this machine; otherwise no port is reserved.
 
     Raises:
         OSError: If there is no free port.
@@ -27,26 +27,26 @@ class MasterPort:
         if port is None:
             self._socket = _hold(0)
         elif is_here:
-            with contextlib.suppress(OSError):  # which worker 0 tells, if it needs the port at all
+            with contextlib.suppress(OSError):  # worker 0 reports the error if it needs the port
                 self._socket = _hold(port)
 
     @property
     def number(self) -> int:
-        """The port."""
+        """Number of the port."""
         if self._chosen is not None:
             return self._chosen
         assert self._socket is not None
         return int(self._socket.getsockname()[1])
 
     def renew(self) -> None:
-        """Changes to another port, unless it is the user's choice: connections of an earlier attempt may linger."""
+        """Changes to another port unless the user chose it, because connections of an earlier attempt may linger."""
         if self._chosen is None:
             before, self._socket = self._socket, _hold(0)
             if before is not None:
                 before.close()
 
     def close(self) -> None:
-        """Gives the port back. Idempotent."""
+        """Releases the port. Idempotent."""
         if self._socket is not None:
             self._socket.close()
 
@@ -58,7 +58,7 @@ class MasterPort:
 
 
 def _hold(port: int) -> socket.socket:
-    """A socket that is bound to a port of all addresses, also those of IPv6 where there are any."""
+    """Returns a socket bound to a port on all addresses, including IPv6 addresses if available."""
     if socket.has_dualstack_ipv6():
         with contextlib.suppress(OSError):
             return _bind(socket.AF_INET6, port)

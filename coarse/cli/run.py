@@ -81,7 +81,9 @@ def _add_launch_options(parser: argparse.ArgumentParser) -> None:
         metavar="R",
         help="number of this node, from 0 (default: 0)",
     )
-    group.add_argument("--master-addr", "--master_addr", metavar="ADDR", help="address of node 0 (default: loopback)")
+    group.add_argument(
+        "--master-addr", "--master_addr", metavar="ADDR", help="address of node 0 (default: loopback)"
+    )
     group.add_argument(
         "--master-port", "--master_port", type=_port, metavar="PORT", help="MASTER_PORT (default: a free one)"
     )
@@ -231,13 +233,13 @@ def environments_of(
         if vars(arguments)[flag] is not None and vars(arguments)[other] is None:
             common.pop(other, None)  # the inherited variable has the same meaning
     _require_sound_settings(common, num_workers, arguments.nnodes)
-    common.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # set by an outer torchrun; no process would serve our store
+    common.pop(
+        "TORCHELASTIC_USE_AGENT_STORE", None
+    )  # set by an outer torchrun; no process would serve our store
     common.setdefault("OMP_NUM_THREADS", str(threads_per_worker(read_cpu().num_cores_granted, num_workers)))
     common["MASTER_ADDR"] = arguments.master_addr or "127.0.0.1"
     common["MASTER_PORT"] = str(master_port)
-    if (
-        arguments.nnodes == 1
-    ):  # launchers of several nodes share only what the user passes to each
+    if arguments.nnodes == 1:  # launchers of several nodes share only what the user passes to each
         common.setdefault("COARSE_JOB_SECRET", secrets.token_hex(32))
     common["TORCHELASTIC_RUN_ID"] = secrets.token_hex(8)
     common["TORCHELASTIC_RESTART_COUNT"] = "0"

@@ -229,7 +229,7 @@ class Operations:
             ]
         graph = ops.get_default_graph()
         # Calls block TensorFlow's threads, so with different orders workers would wait for each other.
-        last = self._last_calls.get(graph)  # its name: the operation itself would keep the graph
+        last = self._last_calls.get(graph)  # its name; the operation itself would keep the graph alive
         with tf.control_dependencies([] if last is None else [graph.get_operation_by_name(last)]):
             results = tf.numpy_function(
                 function, list(tensors), [tensor.dtype for tensor in tensors], stateful=True

@@ -1,4 +1,4 @@
-"""The instances that the scripts know, and how many workers and memory devices each runs (paper, Table I and V-A)."""
+"""The supported instances, with their numbers of workers and memory devices (paper, Table I and V-A)."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ TABLES = Path(__file__).with_name("tables")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instance:
-    """One kind of machine.
+    """One type of instance.
 
     Args:
         num_workers: Training processes.
-        gpus: Those of the workers, by local rank; () without GPUs.
-        devices: Number of memory devices by the ratio of workers to them.
-        tables: Partition tables of the same ratios whose memory devices are GPUs; none without GPUs.
-        batches: Samples per worker of each model that is run.
-        note: What it is.
+        gpus: The workers' GPUs, by local rank; () without GPUs.
+        devices: Number of memory devices, by the ratio of workers to memory devices.
+        tables: Partition tables with GPUs as memory devices, by the same ratios; empty without GPUs.
+        batches: Samples per worker, by model.
+        note: A description of the instance.
     """
 
     num_workers: int

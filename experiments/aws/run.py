@@ -2,9 +2,9 @@
 
     python -m experiments.aws.run --instance p3.16xlarge --results results
 
-Runs every model under every system that is installed, one after the other, and prints a table; figures are appended
-to RESULTS/runs.jsonl. `--instance cpu` does the same with small models on any machine. Over several instances
-(Figure 16f) each runs the same command with its own number:
+Runs every model under every installed system, one after the other, prints a table, and appends the figures to
+RESULTS/runs.jsonl. `--instance cpu` does the same with small models on any machine. With several instances
+(Figure 16f), run the same command on each one with its own node rank:
 
     python -m experiments.aws.run --instance p3.16xlarge --nnodes 2 --node-rank 0 --master-addr 10.0.0.1
 """
@@ -36,7 +36,7 @@ SYSTEMS = ("none", "ddp", "horovod", "coarse", "coarse-offload")
 """Those of experiments.aws.train, in the order in which they run."""
 
 _LARGEST_DIFFERENCE = (
-    0.1  # between systems, of how far training has moved parameters: sums are rounded differently
+    0.1  # as a share of the parameters' total change: systems round sums differently
 )
 _LIMIT_S = 3600
 
@@ -47,8 +47,8 @@ class Run:
 
     Args:
         system: As in experiments.aws.train.
-        ratio: Of workers to memory devices; "" for systems without any.
-        memory: Kind of memory that these own, "host" or "cuda"; "" likewise.
+        ratio: Ratio of workers to memory devices; "" for systems without memory devices.
+        memory: The memory devices' kind of memory, "host" or "cuda"; "" for systems without memory devices.
         model: One of coarse.bench.models.
         batch: Samples per worker.
     """
@@ -65,7 +65,7 @@ class Run:
 
     @property
     def log_name(self) -> str:
-        """Of the file with all that it printed."""
+        """Name of the file with the run's output."""
         words = (self.model, self.system, self.ratio.replace(":", "to"), self.memory)
         return "-".join(filter(None, words)) + ".log"
 
@@ -75,10 +75,10 @@ class Nodes:
     """The instances that train together.
 
     Args:
-        number: How many.
-        rank: Which one this is.
-        master_addr: Address of the first one; "" where there is one.
-        master_port: The first of as many ports there as there are runs, so that none meets the one before it.
+        number: Number of instances.
+        rank: This instance's number, from 0.
+        master_addr: Address of the first instance; "" for a single instance.
+        master_port: The first port of a range with one port for each run, so that a run never reuses the previous one's.
     """
 
     number: int = 1
@@ -87,7 +87,7 @@ class Nodes:
     master_port: int = 29500
 
     def flags(self, run: int) -> list[str]:
-        """Of `coarse run`, in the run of that number."""
+        """Flags of `coarse run` for the run with that number."""
         if self.number == 1:
             return []
         return [
@@ -97,11 +97,11 @@ class Nodes:
 
 
 class RunError(Exception):
-    """A run failed, or came to something else than the others."""
+    """A run failed, or its results differ from the others'."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs what is asked for; 1 if a run failed or its results differ."""
+    """Runs the selected models and systems; returns 1 if a run failed or its results differ."""
     arguments = _parse(argv)
     instance: Instance = arguments.found
     nodes: Nodes = arguments.nodes
@@ -117,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             log = arguments.results / "logs" / run.log_name
             result = execute(run, instance, flags, warm_up=arguments.warm_up, steps=arguments.steps, log=log)
             if nodes.rank > 0:
-                continue  # worker 0 has the results, on the first instance
+                continue  # only worker 0 has the results, on the first instance
             is_checked = check(run, result, done)
         except RunError as error:
             failures.append(f"{run}: {error}")
@@ -142,11 +142,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def plan(instance: Instance, models: Sequence[str] = (), systems: Sequence[str] = ()) -> Iterator[Run]:
-    """All runs of an instance: each model without communication first, then under each system that is installed.
+    """All runs of an instance: each model without communication first, then under each installed system.
 
     Args:
         instance: Where they run.
-        models, systems: Only these; all if there are none.
+        models, systems: Only these; all if empty.
     """
     for model, batch in instance.batches.items():
         if models and model not in models:
@@ -157,7 +157,7 @@ def plan(instance: Instance, models: Sequence[str] = (), systems: Sequence[str] 
 
 
 def _placements(system: str, instance: Instance) -> Iterator[tuple[str, str]]:
-    """Kinds of memory and ratios under which a system runs."""
+    """Pairs of memory kind and ratio for a system's runs."""
     if not system.startswith("coarse"):
         yield "", ""
         return
@@ -166,7 +166,7 @@ def _placements(system: str, instance: Instance) -> Iterator[tuple[str, str]]:
 
 
 def installed_systems(nodes: Nodes = Nodes()) -> tuple[str, ...]:
-    """Systems that can run here; Horovod where it is installed, on one instance: its launcher needs SSH for more."""
+    """Systems that can run here. Horovod only if installed, and on one instance: more would need SSH."""
     is_installed = importlib.util.find_spec("horovod") is not None and find_program("horovodrun") is not None
     has_horovod = is_installed and nodes.number == 1
     return tuple(system for system in SYSTEMS if system != "horovod" or has_horovod)
@@ -175,14 +175,14 @@ def installed_systems(nodes: Nodes = Nodes()) -> tuple[str, ...]:
 def execute(
     run: Run, instance: Instance, flags: Sequence[str], *, warm_up: int, steps: int, log: Path
 ) -> dict[str, Any]:
-    """Trains, and returns what worker 0 wrote down, if it is here.
+    """Trains and returns the results of worker 0, if it runs on this instance.
 
     Args:
         run, instance, flags, warm_up, steps: As for command_of().
-        log: Where all that it prints goes.
+        log: File for all output of the run.
 
     Raises:
-        RunError: If it failed.
+        RunError: If the run failed.
     """
     with tempfile.TemporaryDirectory(prefix="coarse-aws-") as folder:
         result = Path(folder) / "result.json"
@@ -212,9 +212,9 @@ def command_of(
     """The command that starts all workers of a run on this instance.
 
     Args:
-        run, instance: What, and where.
-        flags: Of `coarse run`, where there are several instances.
-        warm_up, steps, result: As of experiments.aws.train.
+        run, instance: The run and its instance.
+        flags: Flags of `coarse run` for several instances.
+        warm_up, steps, result: As in experiments.aws.train.
     """
     workers = str(instance.num_workers)
     script = [
@@ -235,17 +235,17 @@ def command_of(
 
 
 def check(run: Run, result: dict[str, Any], done: Sequence[tuple[Run, dict[str, Any]]]) -> bool | None:
-    """Compares parameters with those that DDP has come to; training without communication comes to others.
+    """Compares the parameters with DDP's. Training without communication is not compared: its parameters differ.
 
     Args:
-        run, result: What is checked.
-        done: All runs before it.
+        run, result: The run to check, and its result.
+        done: All earlier runs.
 
     Returns:
-        Whether there was something to compare it with; None for what is not to be compared.
+        Whether DDP's result was available; None for runs that are not compared.
 
     Raises:
-        RunError: If parameters are others.
+        RunError: If the parameters differ.
     """
     if run.system in ("none", "ddp"):
         return None
@@ -254,7 +254,7 @@ def check(run: Run, result: dict[str, Any], done: Sequence[tuple[Run, dict[str, 
         return False
     moved = _distance(ddp["before"], ddp["parameters"])
     apart = _distance(result["parameters"], ddp["parameters"])
-    if not apart <= _LARGEST_DIFFERENCE * moved:  # nor if it is no number
+    if not apart <= _LARGEST_DIFFERENCE * moved:  # also true for NaN
         raise RunError(f"parameters are {apart:.3g} from DDP's, which training has moved by {moved:.3g}")
     return True
 
@@ -264,7 +264,7 @@ def _distance(ours: Sequence[float], theirs: Sequence[float]) -> float:
 
 
 def table(done: Sequence[tuple[Run, dict[str, Any]]]) -> str:
-    """What came out, as Markdown. Blocked time is the step less that of the same step without communication."""
+    """The results in Markdown. Blocked time is the step's time minus that of the same step without communication."""
     lines = [
         "| model | batch | system | workers : devices | memory | step p50, ms | blocked, ms "
         "| of AllReduce's | to AllReduce |",
@@ -366,7 +366,7 @@ def _nodes(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> No
 
 
 def _missing_gpus(instance: Instance) -> str:
-    """What this machine lacks to be that instance; "" if nothing."""
+    """The GPUs that this machine lacks for the instance; "" if none."""
     if not instance.gpus:
         return ""
     tables = map(PartitionTable.load, instance.tables.values())

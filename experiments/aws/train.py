@@ -1,7 +1,7 @@
-"""One worker of one of the paper's training runs (section V): a model on synthetic data under one system.
+"""One worker of a training run of the paper (section V): a model on synthetic data under one system.
 
-Started by experiments.aws.run, which says what is compared, through a launcher: `coarse run` or `horovodrun`. All
-systems train the same model on the same batches from the same parameters. Worker 0 writes what came out, as JSON.
+experiments.aws.run starts it through a launcher, `coarse run` or `horovodrun`, and describes the comparison. All
+systems train the same model on the same batches from the same parameters. Worker 0 writes the results as JSON.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SAMPLES_PER_PARAMETER = 8
 
 
 def main() -> None:
-    """Trains, and writes down what that took and came to."""
+    """Trains, and writes the times and results."""
     arguments = _parse()
     rank, local_rank, world_size = _place(arguments.system)
     device = _device(arguments.device, arguments.gpus, local_rank)
@@ -39,7 +39,7 @@ def main() -> None:
     model, optimizer = _join(arguments.system, workload.module, device)
     torch.manual_seed(
         1000 + rank
-    )  # dropout draws the same numbers in every system, whatever its wrapper drew
+    )  # dropout draws the same numbers in every system, even if its wrapper drew some before
     before = _sample(workload.module)
     result = train(model, optimizer, workload, device, warm_up=arguments.warm_up, steps=arguments.steps)
     result |= {"workers": world_size, "before": before, "parameters": _sample(workload.module)}
@@ -56,10 +56,10 @@ def main() -> None:
 def train(
     model: Any, optimizer: Any, workload: Workload, device: torch.device, *, warm_up: int, steps: int
 ) -> dict[str, Any]:
-    """Takes `warm_up` steps and then `steps` that are timed one by one, until the device has done them.
+    """Runs `warm_up` steps and then `steps` timed ones. A step's time ends when the device has finished.
 
     Returns:
-        Losses of all steps; milliseconds of the timed ones; the device's peak memory in bytes, 0 on a processor.
+        Losses of all steps; milliseconds of the timed steps; the device's peak memory in bytes, 0 on a CPU.
     """
     losses, step_ms = [], []
     for step in range(warm_up + steps):
@@ -94,7 +94,7 @@ def _parse() -> argparse.Namespace:
 
 
 def _place(system: str) -> tuple[int, int, int]:
-    """Rank, local rank and number of workers, as the system's launcher tells them."""
+    """Rank, local rank and number of workers, from the system's launcher."""
     if system == "horovod":
         hvd = importlib.import_module("horovod.torch")
         hvd.init()
@@ -114,7 +114,7 @@ def _device(kind: str, gpus: str, local_rank: int) -> torch.device:
 
 
 def _build(arguments: argparse.Namespace, rank: int, device: torch.device) -> Workload:
-    """The model and this worker's batches on its device; parameters become worker 0's when it is wrapped."""
+    """The model and this worker's batches on its device. Wrapping replaces the parameters with worker 0's."""
     built = build_workload(arguments.model, batch=arguments.batch, sequence=arguments.sequence, rank=rank)
     batches = tuple({name: value.to(device) for name, value in batch.items()} for batch in built.batches)
     return Workload(module=built.module.to(device), batches=batches, loss=built.loss)
@@ -157,13 +157,13 @@ _WRAPPERS: dict[str, Callable[[Any, torch.device], Any]] = {
 
 
 def _decisions(model: Any) -> list[str]:
-    """What COARSE has chosen by what it measured: algorithms, routes, what workers reduce themselves."""
-    session = getattr(model, "session", None)  # other systems have none
+    """COARSE's choices from its measurements: algorithms, routes, and the share of the direct all-reduce."""
+    session = getattr(model, "session", None)  # other systems have no session
     return [] if session is None else list(session.decisions())
 
 
 def _versions(device: torch.device) -> dict[str, str]:
-    """What else than COARSE a step's time depends on."""
+    """Versions of other software that affects a step's time."""
     versions = {"torch": torch.__version__}
     if device.type == "cuda":
         versions |= {
@@ -176,14 +176,14 @@ def _versions(device: torch.device) -> dict[str, str]:
 
 
 def _now_s(device: torch.device) -> float:
-    """The time when the device has done everything so far."""
+    """The time when the device has finished all work so far."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 def _sample(module: Any) -> list[float]:
-    """Some elements of some parameters, evenly spaced: equal in all systems that average, up to rounding."""
+    """Evenly spaced elements of some parameters: equal in all systems that average, except for rounding."""
     parameters = [parameter.detach().reshape(-1) for parameter in module.parameters()]
     chosen = parameters[:: max(1, len(parameters) // _SAMPLED_PARAMETERS)]
     return [

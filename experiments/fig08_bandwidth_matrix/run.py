@@ -21,7 +21,7 @@ TOLERANCE = 0.1
 
 
 def bandwidths(profile: Profile) -> list[list[float]]:
-    """GB/s of both directions in sum, by worker and memory device."""
+    """GB/s of both directions together, by worker and memory device."""
     return [
         [
             2 * profile.curve(BOTH, worker, device).peak_gbytes_per_s
@@ -32,7 +32,7 @@ def bandwidths(profile: Profile) -> list[list[float]]:
 
 
 def compare(profile: Profile) -> Finding:
-    """All local pairs and all remote ones beside the paper's two figures."""
+    """All local and all remote pairs, compared with the paper's two figures."""
     matrix, local_devices = bandwidths(profile), profile.key.local_devices
     local = [matrix[worker][device] for worker, device in enumerate(local_devices)]
     remote = [

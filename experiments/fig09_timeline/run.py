@@ -1,8 +1,8 @@
-"""Figure 9: pushes and pulls of a worker in time, whole tensors first-in-first-out against a pipeline of shards.
+"""Figure 9: timeline of a worker's pushes and pulls, whole tensors in FIFO order against a pipeline of shards.
 
-Real runs on emulated links. Worker 0 watches its own transfers: when its part of a shard has arrived at the memory
-device, when those of all workers have, and when the result is back. Every shard is registered as a tensor of its own,
-cut as the client cuts tensors, because these times are kept by tensor.
+Real runs on emulated links. Worker 0 records three times of each shard: its own contribution reaches the memory
+device, all workers' contributions have arrived, and the result is back. The session records times per tensor.
+Therefore every shard is registered as its own tensor, cut as the client cuts tensors.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MACHINE = "aws-p3"
 TENSOR_BYTES = tuple(size << 20 for size in (8, 4, 16, 6, 4, 12))
 """Of unequal sizes: with equal ones whole tensors would be a pipeline of shards themselves."""
 
-TIME_DILATION = 200.0  # a shard takes 50 ms of the host, of which a late look is a small part
+TIME_DILATION = 200.0  # a shard takes 50 ms on the host: delayed polling is a small part of it
 LOOK_INTERVAL_S = 0.001
 WHOLE_TENSORS = 1 << 32
 FIFO, SHARDED = "first in first out, whole tensors", "shards, pipelined"
@@ -45,7 +45,7 @@ MOST_BUSY_FIFO = 0.6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """A piece of a tensor, which is pushed as a whole."""
+    """A piece of a tensor, pushed as one unit."""
 
     tensor: int
     nbytes: int
@@ -53,12 +53,12 @@ class Shard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What each worker does.
+    """The work of each worker.
 
     Args:
         shards: In the order of pushing.
-        most_pushing: So many shards at most are on their way to a memory device at once.
-        most_pending: So many at most are pushed and not yet pulled.
+        most_pushing: Largest number of shards on their way to a memory device at once.
+        most_pending: Largest number of shards pushed and not yet pulled.
         tables: The routing table of each worker.
     """
 
@@ -70,7 +70,7 @@ class Task:
 
 @dataclass(slots=True, kw_only=True)
 class Times:
-    """When things happened to a shard, in seconds of the host; infinite what has not happened yet."""
+    """Times of a shard's events, in seconds of the host; infinite for events that have not happened yet."""
 
     posted: float = math.inf
     arrived: float = math.inf
@@ -79,7 +79,7 @@ class Times:
 
 
 def cut(tensor_bytes: Sequence[int], shard_bytes: int) -> tuple[Shard, ...]:
-    """Tensors in equal shards of at least `shard_bytes`, as clients cut them."""
+    """Cuts tensors into equal shards of at least `shard_bytes`, as clients do."""
     return tuple(
         Shard(tensor=tensor, nbytes=nbytes // count_shards(nbytes, shard_bytes))
         for tensor, nbytes in enumerate(tensor_bytes)
@@ -88,11 +88,11 @@ def cut(tensor_bytes: Sequence[int], shard_bytes: int) -> tuple[Shard, ...]:
 
 
 def transfers_of(shards: Sequence[Shard], times: Sequence[Times], time_dilation: float) -> list[Transfer]:
-    """What was on the link when, from what the worker saw, in the machine's microseconds.
+    """The transfers on the link over time, in the machine's microseconds, from the worker's times.
 
-    A link carries one transfer after the other. So a push begins when it was posted or, if later, when the one
-    before had arrived; a pull when the memory device had all workers' parts or when the one before was back. Bars of
-    pulls therefore include the synchronisation between memory devices.
+    A link carries one transfer after the other. A push begins when it was posted, or when the previous push had
+    arrived, whichever is later. A pull begins when the memory device had all workers' contributions, or when the
+    previous result was back, whichever is later. Therefore pulls include the synchronisation between memory devices.
     """
     begin = times[0].posted
     pushes = _in_turn(PUSH, shards, [(each.posted, each.arrived) for each in times])
@@ -112,7 +112,7 @@ def transfers_of(shards: Sequence[Shard], times: Sequence[Times], time_dilation:
 def _in_turn(
     link: str, shards: Sequence[Shard], spans: Sequence[tuple[float, float]]
 ) -> list[tuple[str, Shard, float, float]]:
-    """Spans in the order of their ends, none of which begins before the one before has ended."""
+    """Spans in the order of their ends; each begins when the previous one has ended, or later."""
     rows: list[tuple[str, Shard, float, float]] = []
     until = 0.0
     for shard, (start, end) in sorted(zip(shards, spans, strict=True), key=lambda row: row[1][1]):
@@ -125,7 +125,7 @@ def _in_turn(
 
 
 def watch(task: Task, time_dilation: float = TIME_DILATION) -> list[Transfer]:
-    """Runs a task; returns the transfers of worker 0."""
+    """Runs a task and returns the transfers of worker 0."""
     with ProcessPool(len(task.tables), _work) as crew:
         times = crew.ask((task, time_dilation))[0]
     return transfers_of(task.shards, [Times(**values) for values in times], time_dilation)
@@ -141,7 +141,7 @@ def _work(seat: Seat) -> None:
             for i, shard in enumerate(task.shards)
         ]
         group = session.register("figure 9", specs)
-        for _ in range(2):  # the first time touches the memory
+        for _ in range(2):  # the first pass only touches the memory
             for index in range(len(specs)):
                 np.frombuffer(group.buffer(index), np.float32)[:] = 1 + seat.rank
             session.barrier()
@@ -175,9 +175,9 @@ def _push_and_pull(group: TensorGroup, task: Task, rank: int) -> list[Times]:
 
 
 def _look(group: TensorGroup, index: int, times: Times, rank: int) -> None:
-    """Notes what has happened to a shard since the last look.
+    """Records a shard's events since the previous call.
 
-    By the counters that messages about late tensors are made of: a client has no other need of them.
+    Reads the counters behind the messages about late tensors; clients use them for nothing else.
     """
     missing, now = group._native.missing_clients(group.id, index), time.monotonic()
     if rank not in missing:
@@ -192,7 +192,7 @@ def _look(group: TensorGroup, index: int, times: Times, rank: int) -> None:
 
 
 def run(options: Options) -> Outcome:
-    """Runs both ways of pushing over the same routes."""
+    """Runs both methods of pushing over the same routes."""
     profile = get_profile(MACHINE, is_quick=options.is_quick)
     tables = plan_tables(profile)
     shard_bytes = plan_shard_size(profile, tables).nbytes
@@ -226,7 +226,7 @@ def run(options: Options) -> Outcome:
 
 
 def compare(fifo: Sequence[Transfer], sharded: Sequence[Transfer], shard_bytes: int) -> Finding:
-    """How much faster the pipeline is, and how much of the time each direction of the link is busy."""
+    """The speedup of the pipeline, and the share of the time that each direction of the link is busy."""
     speedup = _end_us(fifo) / _end_us(sharded)
     busy_fifo, busy_sharded = busy_fraction(fifo), busy_fraction(sharded)
     sizes = f"{format_size(sum(TENSOR_BYTES))} in whole tensors and in shards of {format_size(shard_bytes)}"
@@ -241,7 +241,7 @@ def compare(fifo: Sequence[Transfer], sharded: Sequence[Transfer], shard_bytes: 
 
 
 def compare_posting(sharded: Sequence[Transfer], at_once: Sequence[Transfer]) -> Finding:
-    """Whether it matters to the whole that a client posts shards before the link is free for them."""
+    """The effect on the total time if a client posts shards before the link is free."""
     return Finding(
         ran=f"two shards under way to the memory device, or all at once, {MACHINE}",
         expected="nothing",

@@ -1,7 +1,7 @@
-"""Figure 10: random orders of pushes under first-come-first-serve and under a queue for each client.
+"""Figure 10: random orders of pushes, with first-come-first-serve and with a queue for each client.
 
-Two workers push the same tensors, each in an order of its own, each to the memory device beside it, and then wait
-for all of them. Real runs: a deadlock is a run in which no tensor arrives within the time limit.
+Two workers push the same tensors, each in its own order to its own memory device, and then wait for all of them.
+Real runs: a run counts as a deadlock if no tensor arrives within the time limit.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ TENSOR_ELEMENTS = 16384  # 64 KiB of float32
 LIMIT_S = 3.0
 """What counts as a deadlock; a run without one takes about a thousandth of it."""
 
-NUM_CREWS = 3  # at once under first-come-first-serve, most of which only wait for the limit
+NUM_CREWS = 3  # run at the same time with first-come-first-serve: most of them only wait for the limit
 
 Order = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One pair of orders under one scheduling.
+    """One pair of orders with one scheduling.
 
     Args:
-        num_tensors: That each worker pushed.
-        seconds: Until all tensors had arrived at the slower worker; LIMIT_S or more of a deadlock.
-        is_deadlock: Whether it ended by the limit.
-        orders_differ: Whether the workers pushed in different orders, on which first-come-first-serve must
-            deadlock: at the first difference each memory device holds on to a tensor that the other lacks.
+        num_tensors: Number of tensors that each worker pushed.
+        seconds: Until all tensors had arrived at the slower worker; LIMIT_S or more for a deadlock.
+        is_deadlock: Whether the limit ended the run.
+        orders_differ: Whether the workers pushed in different orders. Then first-come-first-serve must deadlock:
+            at the first difference each memory device waits with a tensor that the other one lacks.
     """
 
     num_tensors: int
@@ -70,7 +70,7 @@ def expected_share(num_tensors: int) -> float:
 
 
 def run_orders(scheduling: str, cases: Sequence[tuple[Order, Order]]) -> list[Run]:
-    """Runs pairs of orders, each on memory devices that no deadlock before has left stuck."""
+    """Runs pairs of orders, each on memory devices without an earlier deadlock."""
     runs: list[Run] = []
     while len(runs) < len(cases):
         with ProcessPool(NUM_WORKERS, _work) as crew:
@@ -93,7 +93,7 @@ def _run_of(orders: tuple[Order, Order], answers: Sequence[tuple[bool, float]]) 
 
 
 def _work(seat: Seat) -> None:
-    """A worker: hears a scheduling, then orders; answers whether each deadlocked, and its seconds."""
+    """A worker: receives a scheduling, then orders; returns whether each one deadlocked, and its seconds."""
     scheduling = seat.hear()
     with seat.join(
         "session", scheduling=scheduling, memory_devices=NUM_DEVICES, timeout_s=LIMIT_S
@@ -110,7 +110,7 @@ def _work(seat: Seat) -> None:
             is_deadlock, seconds = _push_and_pull(group, order, seat.rank)
             seat.tell((is_deadlock, seconds))
             if is_deadlock:
-                seat.hear()  # who leaves first would be an error to the other
+                seat.hear()  # wait, because leaving first would be an error for the other worker
             group.close()
 
 
@@ -135,7 +135,7 @@ def _push_and_pull(group: AnyTensorGroup, order: Order, rank: int) -> tuple[bool
 
 
 def run(options: Options) -> Outcome:
-    """Runs the same orders under both schedulings."""
+    """Runs the same orders with both schedulings."""
     counts, num_orders = ((2, 3), 3) if options.is_quick else ((2, 3, 4, 5), 10)
     runs: dict[str, list[Run]] = {QUEUES: [], FCFS: []}
     for num_tensors in counts:
@@ -164,7 +164,7 @@ def run(options: Options) -> Outcome:
 
 
 def findings(runs: dict[str, list[Run]]) -> list[Finding]:
-    """What the runs say beside the paper's Figure 10."""
+    """The runs compared with the paper's Figure 10."""
     fcfs, queues = runs[FCFS], runs[QUEUES]
     ran = f"{{}}, {len(fcfs)} random orders of {fcfs[0].num_tensors} to {fcfs[-1].num_tensors} tensors"
     stuck = sum(each.is_deadlock for each in fcfs)
@@ -217,7 +217,7 @@ def draw(runs: dict[str, list[Run]]) -> Figure:
 
 
 def _draw_times(axes: Axes, runs: Sequence[Run], scheduling: str, style: Mapping[str, Any]) -> None:
-    """A mark for each run, those of a scheduling side by side."""
+    """A mark for each run, grouped by scheduling."""
     shift = 0.1 if scheduling == FCFS else -0.2
     positions = [each.num_tensors + shift + 0.01 * (i % 10) for i, each in enumerate(runs)]
     marks = {**style, "linestyle": "none", "markersize": 4, "alpha": 0.7}

@@ -1,4 +1,4 @@
-"""Figure 14: from which size on a transfer fills its link."""
+"""Figure 14: the smallest transfer that fills its link."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OBSERVED_ON = ("aws-p3", "sdsc-p100")
 
 
 def compare(profile: Profile) -> Finding:
-    """The smallest size that reaches full bandwidth, which is also the size of shards."""
+    """The smallest size that reaches full bandwidth. It is also the size of shards."""
     shard = plan_shard_size(profile, plan_tables(profile))
     is_observed = profile.key.machine in OBSERVED_ON
     return Finding(
@@ -30,7 +30,7 @@ def compare(profile: Profile) -> Finding:
 
 
 def run(options: Options) -> Outcome:
-    """Profiles each machine; the picture is of its worker 0."""
+    """Profiles each machine; the picture shows its worker 0."""
     profiles = [get_profile(machine, is_quick=options.is_quick) for machine in options.machines]
     pictures = {}
     for profile in profiles:

@@ -23,7 +23,7 @@ PAPER_ROUTES = {"aws-g4dn": ALWAYS_LOCAL, "aws-p3": LOCAL_THEN_REMOTE, "sdsc-p10
 
 
 def name_route(table: RoutingTable, local_device: int) -> str:
-    """A routing table in the paper's words."""
+    """A routing table in the paper's terms."""
     is_small_local, is_large_local = table.lat_proxy == local_device, table.bw_proxy == local_device
     if is_small_local:
         return ALWAYS_LOCAL if is_large_local else LOCAL_THEN_REMOTE
@@ -31,7 +31,7 @@ def name_route(table: RoutingTable, local_device: int) -> str:
 
 
 def compare(profile: Profile, tables: Sequence[RoutingTable]) -> Finding:
-    """Routes of all workers beside what the paper says of the machine."""
+    """Routes of all workers, compared with the paper's for the machine."""
     routes = [
         name_route(table, device) for table, device in zip(tables, profile.key.local_devices, strict=True)
     ]
@@ -63,7 +63,7 @@ def run(options: Options) -> Outcome:
 
 
 def _draw(profiles: Sequence[Profile], tables: Sequence[RoutingTable]) -> dict[str, Figure]:
-    """The paper's machines side by side, the host by itself: its scale is another."""
+    """The paper's machines in one picture, and the host in another because its scale differs."""
     pictures = {}
     for name, is_host in (("routing", False), ("routing-host", True)):
         chosen = [i for i, profile in enumerate(profiles) if (profile.key.machine == HOST) == is_host]

@@ -1,8 +1,8 @@
-"""Figure 16(e): the largest batch that fits where memory is short, and how fast training goes with it.
+"""Figure 16(e): the largest batch that fits in limited memory, and the training speed with it.
 
-On one node the paper's AllReduce has memory for a batch of 2; COARSE, whose parameters and optimizer are elsewhere,
-for one of 4 (V-D). Here all processes of a job, its launcher and memory devices included, share a control group
-with a limit, from their start on.
+On one node the paper's AllReduce has memory for a batch of 2. COARSE has memory for a batch of 4, because its
+parameters and optimizer are elsewhere (V-D). Here all processes of a job, including launcher and memory devices,
+share a control group with a memory limit from their start.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ _REFUSED = "OutOfDeviceMemoryError"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """What is trained under which limit.
+    """A training job and its memory limit.
 
     Args:
         limit_bytes: Memory of all processes together.
-        most: No larger batch is tried.
-        steps: Timed in each trial.
+        most: The largest batch to try.
+        steps: Timed steps of each trial.
     """
 
     model: str
@@ -66,12 +66,12 @@ QUICK = Case(model="bert-tiny", limit_bytes=4800 << 20, most=2, steps=1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """A batch that fits.
+    """A trial with a batch that fits.
 
     Args:
         batch: Samples of each worker.
         step_s: Median seconds of a step of the slowest worker.
-        peak_bytes: The most memory that the job had, cached pages of files included.
+        peak_bytes: Peak memory of the job, including cached file pages.
     """
 
     batch: int
@@ -80,16 +80,16 @@ class Trial:
 
     @property
     def samples_per_s(self) -> float:
-        """Of all workers."""
+        """Samples per second of all workers together."""
         return NUM_WORKERS * self.batch / self.step_s
 
 
 def largest(attempt: Callable[[int], Trial | None], most: int) -> Trial | None:
-    """The largest batch that fits: doubled until one does not, then bisected.
+    """The largest batch that fits: doubles the batch until it no longer fits, then bisects.
 
     Args:
-        attempt: Returns None where the batch does not fit; larger ones are then taken not to fit either.
-        most: No larger batch is tried.
+        attempt: Returns None if the batch does not fit; larger ones are then assumed not to fit either.
+        most: The largest batch to try.
     """
     best, fails = None, most + 1
     batch = 1
@@ -107,7 +107,7 @@ def largest(attempt: Callable[[int], Trial | None], most: int) -> Trial | None:
 
 
 def attempt_batch(case: Case, system: str, batch: int) -> Trial | None:
-    """Trains with a batch in a memory limit of its own; None if memory does not suffice.
+    """Trains with a batch in a control group of its own; None if the memory is too small.
 
     Raises:
         BenchError: If training fails for another reason.
@@ -184,7 +184,7 @@ def _env() -> dict[str, str]:
 
 
 def draw(case: Case, found: dict[str, Trial | None]) -> Figure:
-    """Bars: samples per second of each system, with its batch."""
+    """A bar chart of samples per second of each system, with its batch."""
     figure = Figure(figsize=(6.4, 3.2), layout="constrained")
     axes = figure.add_subplot()
     bars = axes.barh(

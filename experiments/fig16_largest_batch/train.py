@@ -1,7 +1,7 @@
-"""A plain training script, as a user has it: a few steps of one system with one batch.
+"""A plain training script, as users write it: a few steps of one system with one batch.
 
-Run by run.py under a memory limit, by `coarse run` or torchrun. Worker 0 writes the seconds of each step of the
-slowest worker to a file, as JSON.
+run.py runs it under a memory limit, through `coarse run` or torchrun. Worker 0 writes the seconds of each step of
+the slowest worker to a JSON file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SEQUENCE = 128
 
 
 def wrap(system: str, module: torch.nn.Module) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """The model and its AdamW, as each system's documentation has them."""
+    """The model and its AdamW, set up as each system's documentation recommends."""
     if system.startswith("coarse"):
         import coarse.torch
 
@@ -41,7 +41,7 @@ def wrap(system: str, module: torch.nn.Module) -> tuple[torch.nn.Module, torch.o
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Trains one step that is not timed, then others."""
+    """Trains one untimed step, then the timed ones."""
     parser = argparse.ArgumentParser()
     parser.add_argument("system", choices=("ddp", "fsdp", "coarse-offload", "coarse-overlap"))
     parser.add_argument("--model", required=True)

@@ -1,8 +1,9 @@
 """Figure 17: blocked communication time of a BERT training step, COARSE against the best AllReduce on the same links.
 
-Real runs on emulated links; the computation is a recorded one, scaled to the machine's processor (`coarse bench
-replay`). Blocked time is the step's less that of its computation. AllReduce runs in two ways: as a ring that uses
-one direction of each link, and in the fastest way that the session finds for these links. The faster one is the peer.
+Real runs on emulated links. The computation is a recorded one, scaled to the machine's processor (`coarse bench
+replay`). Blocked time is the step's time minus that of its computation. AllReduce runs with two algorithms: a ring
+that uses one direction of each link, and the fastest algorithm that the session finds for these links. The
+comparison uses the faster one.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ class Case:
     """A machine of the paper's evaluation.
 
     Args:
-        tflops: What its GPU is assumed to sustain: half of its peak in float32.
-        paper: What the paper says.
-        most: COARSE's blocked time may be so much of the best AllReduce's.
+        tflops: Assumed sustained speed of its GPU: half of its peak in float32.
+        paper: The paper's result.
+        most: Largest acceptable ratio of COARSE's blocked time to the best AllReduce's.
     """
 
     tflops: float
@@ -72,7 +73,7 @@ def replay(machine: str, options: Options) -> dict[str, ReplayResult]:
 
 
 def compare(machine: str, blocked_us: Mapping[str, float]) -> Finding:
-    """COARSE's blocked time beside that of the AllReduce which blocks least; the ring's is given too."""
+    """COARSE's blocked time against that of the AllReduce that blocks least; also gives the ring's."""
     case = CASES[machine]
     best_us = min(blocked_us[peer] for peer in PEERS)
     ratio = blocked_us[COARSE] / best_us
@@ -110,7 +111,7 @@ def run(options: Options) -> Outcome:
 
 
 def draw(blocked_us: Mapping[str, Mapping[str, float]]) -> Figure:
-    """Bars of all schemes for every machine, the best AllReduce = 1, with milliseconds."""
+    """A bar chart of all schemes on every machine, relative to the best AllReduce (1), with milliseconds."""
     figure = Figure(figsize=(6.4, 3.6), layout="constrained")
     axes = figure.add_subplot()
     best_us = [min(of_machine[peer] for peer in PEERS) for of_machine in blocked_us.values()]

@@ -1,8 +1,8 @@
-"""Recovery: training that is killed five times beside one that is not, and how long going on takes.
+"""Recovery: training that is killed five times against undisturbed training, and the time to resume.
 
-`examples/torch_bert_squad.py` on its small data, two workers. A random worker gets SIGKILL at a random moment of each
-attempt, and `coarse run` starts all workers again: they go on from the memory devices, or from checkpoints. Real
-processes on this machine.
+`examples/torch_bert_squad.py` on its small data, with two workers. A random worker receives SIGKILL at a random
+moment of each attempt. `coarse run` restarts all workers, which resume from the memory devices or from checkpoints.
+Real processes on this machine.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _TARGET = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A job from its first start to its end.
+    """A job from its first start until its end.
 
     Args:
-        param_hash: Of the parameters that it ended with, the same on all workers.
+        param_hash: Hash of the final parameters, the same on all workers.
         resumed_at: The first step that each attempt after the first one printed.
-        lost_s: All time from a kill until a step is printed that was not printed before: the end of the other
-            worker, the start of new ones, registration, the state, and steps that are trained again.
-        seconds: All in all.
+        lost_s: Total time from each kill until a new step is printed: the end of the other worker, the start of new
+            workers, registration, loading the state, and repeated steps.
+        seconds: Total duration.
     """
 
     param_hash: str
@@ -55,7 +55,7 @@ class Run:
 
 
 def run_job(folder: Path, *, epochs: int, kills: int, seed: int, options: Sequence[str], kept: bool) -> Run:
-    """Runs the example, and kills a worker of each of its first attempts."""
+    """Runs the example, and kills a worker in each of its first attempts."""
     folder.mkdir()
     report = folder / "report.json"
     command = [sys.executable, "-m", "coarse", "run", "-n", str(NUM_WORKERS), "--max-restarts", str(kills)]
@@ -106,7 +106,7 @@ def run_job(folder: Path, *, epochs: int, kills: int, seed: int, options: Sequen
 
 
 def time_recovery(folder: Path) -> dict[str, float]:
-    """Seconds of the slower worker, from memory and from a file, and the file's size."""
+    """Seconds of the slower worker to restore from memory and from a file, and the file's size."""
     folder.mkdir()
     command = [sys.executable, "-m", "coarse", "run", "-n", str(NUM_WORKERS), "--max-restarts", "1", *KEPT]
     command += ["-m", "experiments.recovery.timing", str(folder)]
@@ -120,7 +120,7 @@ def time_recovery(folder: Path) -> dict[str, float]:
 
 
 def run(options: Options) -> Outcome:
-    """Runs all, one after the other."""
+    """Runs all cases, one after the other."""
     epochs, kills = (8, 2) if options.is_quick else (60, 5)
     with tempfile.TemporaryDirectory(prefix="coarse-recovery-") as temporary:
         folder = Path(temporary)
@@ -186,7 +186,7 @@ def _state_alone(times: dict[str, float]) -> Finding:
 
 
 def _worker_pids(report: Path) -> list[int]:
-    """The example's workers: they have its command line, and a rank."""
+    """The example's workers: processes with its command line and a rank."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:

@@ -1,7 +1,7 @@
-"""One worker of two that times how it gets its state back: from memory devices, and from a file.
+"""One of two workers, which times how it restores its state from memory devices and from a file.
 
-Run by experiments.recovery.run under `coarse run --max-restarts 1 --keep-devices 60 -m experiments.recovery.timing
-FOLDER`. The first attempt trains two steps, saves a file, and worker 1 kills itself; the second one writes
+experiments.recovery.run runs it under `coarse run --max-restarts 1 --keep-devices 60 -m experiments.recovery.timing
+FOLDER`. The first attempt trains two steps and saves a file; then worker 1 kills itself. The second attempt writes
 FOLDER/times-RANK.json.
 """
 
@@ -72,7 +72,7 @@ def _train_and_save(model: Any, optimizer: Any, path: Path, folder: Path, constr
     dist.barrier()
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    optimizer.step()  # ends with the loss of worker 1
+    optimizer.step()  # fails when worker 1 is lost
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Switch-over sizes: from which size on another proxy, or another all-reduce among the workers, is the faster one.
+"""Switch-over sizes: from which size on another proxy or another direct all-reduce is faster.
 
-Predicted from alpha-beta fits, and looked up in what a real session on emulated links measures.
+Predicted from alpha-beta fits, and compared with a real session's measurements on emulated links.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ _WHOLE_TENSORS = 1 << 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timings:
-    """What the workers measured of their own path: by way, the time of an all-reduce by its size."""
+    """The workers' measurements of the direct all-reduce: its time by algorithm and size."""
 
     machine: str
     num_workers: int
     curves: Mapping[str, Curve]
 
     def crossing(self, small: str, large: str, model: Collectives) -> SwitchOver:
-        """From which size on `large` is faster, by a model and by what was measured."""
+        """The size from which `large` is faster, by the model and by the measurements."""
         return SwitchOver(
             predicted_bytes=predict_crossing(model[small], model[large]),
             measured_bytes=measure_crossing(self.curves[small], self.curves[large]),
@@ -63,12 +63,12 @@ class Timings:
 
 
 def time_own_path(machine: str, *, repeats: int, time_dilation: float = TIME_DILATION) -> Timings:
-    """Has the workers of a machine reduce one tensor at a time among themselves, in every way and size."""
+    """Times the direct all-reduce of a machine's workers for every algorithm and size, one tensor at a time."""
     settings = {"machine": machine, "partition_table": machine, "time_dilation": time_dilation}
     num_workers = PartitionTable.load(machine).num_workers
     with ProcessPool(num_workers, _work) as crew:
         answers = crew.ask((settings, repeats))
-    # The one that pushed last waited for nobody: the least of all workers' times is that of the links.
+    # The last worker to push waited for no other: the shortest time of all workers is the links' time.
     fastest = {
         key: median(map(min, zip(*(answer[key] for answer in answers), strict=True))) for key in answers[0]
     }
@@ -80,13 +80,13 @@ def time_own_path(machine: str, *, repeats: int, time_dilation: float = TIME_DIL
 
 
 def _work(seat: Seat) -> None:
-    """A worker: hears settings and how often to repeat, answers the seconds of the machine by way and size."""
+    """A worker: receives settings and repeats, returns seconds of the machine by algorithm and size."""
     settings, repeats = seat.hear()
     specs = [TensorSpec(name=format_size(n), dtype="float32", num_elements=n // 4, op="mean") for n in SIZES]
     seconds: dict[tuple[str, int], list[float]] = {(way, n): [] for way in WAYS for n in SIZES}
     with seat.join("session", dual_sync="off", shard_bytes=_WHOLE_TENSORS, **settings) as session:
         group = session.register("tensors", specs)
-        assert isinstance(group, TensorGroup)  # there are several workers
+        assert isinstance(group, TensorGroup)  # the job has several workers
         for _ in range(repeats):
             for way in WAYS:
                 group.use_own_path(dict.fromkeys(range(len(specs)), way))
@@ -104,7 +104,7 @@ def _work(seat: Seat) -> None:
 
 
 def compare_proxies(profile: Profile, tables: Sequence[RoutingTable]) -> tuple[Finding, dict[str, Any]]:
-    """LatProxy against BwProxy, of the first worker."""
+    """LatProxy against BwProxy for the first worker."""
     machine, table = profile.key.machine, tables[0]
     ran = f"LatProxy to BwProxy, {machine}"
     if table.lat_proxy == table.bw_proxy:
@@ -118,10 +118,10 @@ def compare_proxies(profile: Profile, tables: Sequence[RoutingTable]) -> tuple[F
 
 
 def compare_ways(timings: Timings, model: Collectives) -> tuple[list[Finding], list[dict[str, Any]]]:
-    """Every two ways of reducing among the workers, by what the links of all workers at once allow."""
+    """Every two algorithms of the direct all-reduce, with the links that all workers use at once."""
     findings, data = [], []
     for small, large in combinations(WAYS, 2):
-        if model[small] == model[large]:  # of two workers, each of which sends as much to the only other one
+        if model[small] == model[large]:  # with two workers: each one sends the same amount to the other
             continue
         ran = f"{small} to {large} among {timings.num_workers} workers, {timings.machine}"
         crossing = timings.crossing(small, large, model)
@@ -137,7 +137,7 @@ def compare_ways(timings: Timings, model: Collectives) -> tuple[list[Finding], l
 
 
 def run(options: Options) -> Outcome:
-    """Profiles each machine, and times its workers' own path."""
+    """Profiles each machine, and times its workers' direct all-reduce."""
     findings: list[Finding] = []
     data: list[dict[str, Any]] = []
     pictures = {}

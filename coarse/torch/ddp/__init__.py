@@ -1,1 +1,1 @@
-"""DistributedDataParallel: the wrapper, its compatibility with torch's, and what it checks."""
+"""DistributedDataParallel: the wrapper, its compatibility with torch's, and its checks."""

@@ -42,13 +42,13 @@ class GradientPart:
     gradients: GradientSynchroniser
 
     def keep_snapshots(self) -> None:
-        """Has snapshots keep what is going to be overwritten."""
+        """Makes snapshots copy contents before they are overwritten."""
 
     def wait(self) -> None:
         """Waits until the updates that this worker has pushed are complete."""
 
     def finish_saves(self) -> None:
-        """Waits for saves of the parameters that are under way."""
+        """Waits for running saves of the parameters."""
 
     def read_cached(self) -> None:
         """Called before a forward uses the parameters."""
@@ -213,7 +213,7 @@ class GradientParts:
             part.gradients.finish_shadow()
 
     def keep_snapshots(self) -> None:
-        """Has snapshots keep what is going to be overwritten."""
+        """Makes snapshots copy contents before they are overwritten."""
         for part in self._parts:
             part.keep_snapshots()
 
@@ -233,7 +233,7 @@ class GradientParts:
             part.gradients.finish_update()
 
     def finish_saves(self) -> None:
-        """Waits for saves of parameters that are under way."""
+        """Waits for running saves of parameters."""
         for part in self._parts:
             part.finish_saves()
 

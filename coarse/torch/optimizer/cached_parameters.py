@@ -104,7 +104,7 @@ class CachedParameters:
                 cached.publish()
 
         def finish(owner_pid: int) -> None:
-            # A worker that left before the update is complete would block workers that have not pushed yet.
+            # A worker must not leave before the update is complete: workers that have not pushed yet still need it.
             if (cached := reference()) is not None and os.getpid() == owner_pid and not is_failing():
                 with contextlib.suppress(CoarseError):
                     cached._finish_update()

@@ -425,5 +425,5 @@ def _drop(
     """Runs when a wrapper is deleted, in any thread."""
     gradients.remove_hooks()
     gradients.release_parameters()
-    # A worker that left before the update is complete would block workers that have not pushed yet.
+    # A worker must not leave before the update is complete, because workers that have not pushed yet still need it.
     dropped.extend([gradients.finish_updates, gradients.close_groups, *(group.close for group in others)])
