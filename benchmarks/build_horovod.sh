@@ -3,9 +3,9 @@
 #
 #     benchmarks/build_horovod.sh [SDIST]
 #
-# PyTorch over gloo only: no MPI, no GPU. Needs torch and setuptools in the environment (the wheel is built without
-# isolation, against that very torch), cmake, make and g++. Without SDIST, pip fetches the source distribution.
-# The one change to the sources: C++17, which torch's headers require since 2.1.
+# PyTorch over gloo only: no MPI, no GPU. Needs cmake, make, g++, and torch and setuptools in the environment.
+# The wheel is built without isolation, against the environment's torch. Without SDIST, pip fetches the sources.
+# The only change to the sources: C++17, which torch's headers require since 2.1.
 set -euo pipefail
 
 version=0.28.1

@@ -1,10 +1,10 @@
-"""The processor's time that averaging gradients takes from a worker whose model is on a GPU.
+"""The CPU time that averaging gradients costs a worker whose model is on a GPU.
 
     coarse run -n 2 benchmarks/client_overhead.py [--model bert-base] [--device cuda:0] [--json results.jsonl]
 
-Gradients of the model's shapes come one after the other and cost nothing to compute, so that a backward is little but
-hooks. What it takes of its thread, less what it takes under no_sync(), is the client's share. Averages are verified
-before anything is timed. Every figure is measured; worker 0 prints and writes what it sees of itself.
+Gradients of the model's shapes arrive one after the other and cost nothing to compute, so a backward pass is mostly
+hooks. The client's share is the pass's CPU time minus that of a pass under no_sync(). Averages are verified before
+anything is timed. All figures are measured; worker 0 prints and writes its own.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WARM_UP = 10
 
 
 class Clock:
-    """What a backward takes of the thread that runs it, from its first gradient to its end."""
+    """CPU time of a backward pass in the thread that runs it, from its first gradient to its end."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -44,7 +44,7 @@ class Clock:
 
 
 class Give(torch.autograd.Function):
-    """Passes a value on; in backward a parameter gets a gradient that is there already."""
+    """Identity whose backward gives a parameter a prepared gradient."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, parameter: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
@@ -57,7 +57,7 @@ class Give(torch.autograd.Function):
 
 
 class Begin(torch.autograd.Function):
-    """Passes a value on; in backward the clock begins."""
+    """Identity whose backward starts the clock."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, clock: Clock) -> torch.Tensor:
@@ -71,7 +71,7 @@ class Begin(torch.autograd.Function):
 
 
 class Gradients(torch.nn.Module):
-    """Parameters of given shapes, whose gradients cost nothing."""
+    """Parameters of the given shapes, whose gradients cost nothing to compute."""
 
     def __init__(self, shapes: list[torch.Size], device: str) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Gradients(torch.nn.Module):
 
 
 def backward(model: torch.nn.Module, device: str) -> float:
-    """One forward and backward; the processor's time for the latter."""
+    """Runs one forward and one backward pass; returns the CPU time of the backward pass."""
     for parameter in model.parameters():
         parameter.grad = None
     model(torch.zeros(1, device=device, requires_grad=True)).sum().backward()
@@ -94,7 +94,7 @@ def backward(model: torch.nn.Module, device: str) -> float:
 
 
 def verify(model: torch.nn.Module, device: str) -> None:
-    """Averages are those of what the workers were given."""
+    """Checks that the results are the averages of the workers' gradients."""
     for given in model.module.given:
         given.fill_(dist.get_rank())
     backward(model, device)
@@ -103,7 +103,7 @@ def verify(model: torch.nn.Module, device: str) -> None:
 
 
 def median_seconds(model: torch.nn.Module, device: str, *, averages: bool) -> float:
-    """Of the processor's time for a backward."""
+    """Median CPU time of a backward pass."""
     seconds = []
     for _ in range(WARM_UP + ROUNDS):
         dist.barrier()

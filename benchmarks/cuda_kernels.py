@@ -1,13 +1,14 @@
-"""How fast the CUDA kernels are, against device-to-device copies on the same GPU in the same run.
+"""Speed of the CUDA kernels against device-to-device copies on the same GPU in the same run.
 
     python benchmarks/cuda_kernels.py [--json FILE] [--repeats N]
 
-Bandwidth is that of device memory: bytes read plus written per second, in units of 1e9; one launch between two CUDA
-events, the median of the repeats. Arrays together are many times as long as the second-level cache. Every case is
-verified against the sync cores of the host before it is timed. All figures are measured.
+Bandwidth is that of device memory: bytes read plus bytes written, in 1e9 bytes per second. Each time is one launch
+between two CUDA events, the median of the repeats. The arrays together are many times as large as the second-level
+cache. Every case is verified against the sync cores of the host before it is timed. All figures are measured.
 
-A mean reads k contributions and writes it to all k slots, as a memory device does, or to one array. AdamW reads k
-gradients, a parameter and two moments, and with bfloat16 float32 master weights, and writes all but the gradients.
+A mean reads k contributions and writes the result to all k slots, as a memory device does, or to one array. AdamW
+reads k gradients, a parameter, two moments and, with bfloat16, float32 master weights. It writes all of these except
+the gradients.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ Launch = Callable[[], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One thing to time: `nbytes` are read and written by what `launch` launches."""
+    """A case to time: the kernel that `launch` launches reads and writes `nbytes` in total."""
 
     name: str
     nbytes: int
@@ -129,7 +130,7 @@ class Bench:
         )
 
     def adamw(self, dtype: str, num_gradients: int, *, has_zeros: bool = False) -> Case:
-        """With `has_zeros` timed on gradients, parameters and moments that are all zero, as those of unused rows."""
+        """An AdamW update. With `has_zeros` all gradients, parameters and moments are zero, as in unused rows."""
         number, is_narrow = DTYPES.index(dtype), dtype != "float32"
         settings = np.zeros(1, SETTINGS_DTYPE)
         settings[0] = (ADAM, 1.0, 0.0, 0.99999, 1e-3, 0.0, 0.1, 0.0, 0.999, 0.001, 0.03, 1e-8, 1, 1)
@@ -185,7 +186,7 @@ class Bench:
         return Case(name=name, nbytes=4 * SMALL_BYTES * NUM_SMALL, launch=keeping(launch, arrays))
 
     def time_us(self, case: Case) -> float:
-        """The median time of one launch."""
+        """Median time of one launch."""
         for _ in range(WARM_UPS):
             case.launch()
         pairs = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(self.repeats)]
@@ -198,7 +199,7 @@ class Bench:
 
 
 def keeping(launch: Launch, arrays: Sequence[torch.Tensor]) -> Launch:
-    """The same launch, with which these arrays live."""
+    """The same launch, which keeps these arrays alive."""
 
     def kept() -> None:
         assert arrays
@@ -253,7 +254,7 @@ def measure_all(bench: Bench) -> list[dict[str, Any]]:
     records: list[dict[str, Any]] = []
     for (
         make
-    ) in makers:  # one after the other, so that arrays of one case need not fit beside those of the next
+    ) in makers:  # one at a time: memory holds the arrays of only one case
         for case in make():
             time_us = bench.time_us(case)
             gbytes_per_s = case.nbytes / time_us / 1e3

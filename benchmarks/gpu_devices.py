@@ -1,9 +1,9 @@
-"""Reductions by memory devices on a GPU, the whole way from a push to the last pull.
+"""Reductions by memory devices on a GPU, from the push to the last pull.
 
     [COARSE_ALGORITHM=nccl] python benchmarks/gpu_devices.py [--memory-devices cuda:0,cuda:1] [--place gpu|host]
 
 Two workers push and pull one float32 mean of each size, with their tensors on the GPU or in the host's memory.
-Results are compared before times are believed. `make gpu` runs it by each algorithm.
+Results are checked before times are reported. `make gpu` runs it with each algorithm.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main() -> int:
 
 
 def measure(arguments: argparse.Namespace) -> None:
-    """What each worker does; the first one prints."""
+    """Runs in each worker; the first worker prints."""
     identity = WorkerIdentity.from_environment()
     store = DirectoryStore(os.environ["RENDEZVOUS"])
     specs = [
@@ -93,7 +93,7 @@ def as_floats(memory: memoryview | GpuBytes) -> torch.Tensor:
 
 
 def time_round(session: Session, group, index: int, values: torch.Tensor, pattern: torch.Tensor) -> float:
-    """Seconds of one push and pull, from a common start."""
+    """Seconds of one push and pull, which all workers start together."""
     torch.add(pattern, session.identity.rank, out=values)
     if values.is_cuda:
         torch.cuda.synchronize()

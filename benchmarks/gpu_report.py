@@ -1,11 +1,11 @@
-"""What only a GPU decides of COARSE, part after part, each figure beside its aim.
+"""Runs all checks and benchmarks of COARSE that need a GPU, and compares each figure with its target.
 
     python benchmarks/gpu_report.py [--only kernels,transfers] [--output runs/gpu]
 
-A part is a program that can be run by itself (`--list` has all). What it prints goes to OUTPUT/PART.txt, its figures
-to OUTPUT/PART.jsonl. The table at the end is of all parts that have been run into OUTPUT, whichever call did it.
-Figures are measured, and carry commit, machine and GPU. Ends with exit code 1 if a part of this call has failed or
-missed an aim.
+A part is a program that can also run alone (`--list` shows all parts). Its output goes to OUTPUT/PART.txt and its
+figures to OUTPUT/PART.jsonl. The final table covers all parts with results in OUTPUT, also those of earlier calls.
+Figures are measured and include commit, machine and GPU. The exit code is 1 if a part of this call failed or missed
+a target.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One line of the report; `is_met` is None for what has no aim."""
+    """One line of the report; `is_met` is None for a figure without a target."""
 
     what: str
     measured: str
@@ -48,10 +48,10 @@ class Part:
     """One program.
 
     Args:
-        name: Of its files.
-        command: Behind the interpreter, or a program; FILE stands for where figures go.
-        judge: What its figures say.
-        environment: What is set for it.
+        name: Name of its files.
+        command: A program, or the interpreter's arguments; FILE stands for the file of its figures.
+        judge: Turns its figures into findings.
+        environment: Its environment variables.
     """
 
     name: str
@@ -61,26 +61,26 @@ class Part:
 
 
 def at_least(what: str, value: float, least: float, unit: str = "") -> Finding:
-    """A figure that should not be smaller."""
+    """A figure with a lower limit."""
     return Finding(
         what=what, measured=f"{value:.3g}{unit}", aim=f"at least {least:g}{unit}", is_met=value >= least
     )
 
 
 def at_most(what: str, value: float, most: float, unit: str = "") -> Finding:
-    """A figure that should not be larger."""
+    """A figure with an upper limit."""
     return Finding(
         what=what, measured=f"{value:.3g}{unit}", aim=f"at most {most:g}{unit}", is_met=value <= most
     )
 
 
 def judge_nothing(_: Sequence[Record]) -> list[Finding]:
-    """Of a part that has passed, or has not."""
+    """No findings: for a part that only passes or fails."""
     return []
 
 
 def judge_kernels(records: Sequence[Record]) -> list[Finding]:
-    """Kernels against the fastest copy of the same run; small shards have no aim."""
+    """Kernels against the fastest copy of the same run; small shards have no target."""
     found = []
     for record in records:
         if record["is_kernel"]:
@@ -96,7 +96,7 @@ def judge_kernels(records: Sequence[Record]) -> list[Finding]:
 
 
 def judge_transfers(records: Sequence[Record]) -> list[Finding]:
-    """Pushes and pulls against pinned copies of the same run, and both at once against one."""
+    """Pushes and pulls against pinned copies of the same run, and both directions at once against one."""
     figures = records[-1]
     push, pull = figures["push_gbytes_per_s"], figures["pull_gbytes_per_s"]
     return [
@@ -116,7 +116,7 @@ def judge_transfers(records: Sequence[Record]) -> list[Finding]:
 
 
 def judge_overhead(records: Sequence[Record]) -> list[Finding]:
-    """The processor's time for averaging."""
+    """The CPU time for averaging."""
     return [at_most("the client's time for 25 MB", records[-1]["client_us_per_25_mb"], 50, " us")]
 
 
@@ -132,7 +132,7 @@ def judge_reductions(records: Sequence[Record]) -> list[Finding]:
 
 
 def judge_training(records: Sequence[Record]) -> list[Finding]:
-    """Steps against torch DDP, and what an optimizer in the memory devices takes off the workers."""
+    """Steps against torch DDP, and the GPU memory that workers save with the optimizer in the memory devices."""
     by_system = {record["system"]: record for record in records}
     found = []
     for system, record in by_system.items():
@@ -155,9 +155,9 @@ def judge_training(records: Sequence[Record]) -> list[Finding]:
 
 
 def _saved_bytes(kept: Record, offloaded: Record) -> Finding:
-    """What workers do without if memory devices have the optimizer."""
+    """GPU memory that workers save if the memory devices run the optimizer."""
     saved_bytes = kept["peak_gpu_bytes"] - offloaded["peak_gpu_bytes"]
-    num_parameters = kept["bytes"] / 4  # of float32
+    num_parameters = kept["bytes"] / 4  # float32
     each = saved_bytes / num_parameters / kept["num_workers"]
     return at_least(f"{offloaded['system']}, saved for each parameter of each worker", each, 8, " B")
 
@@ -234,7 +234,7 @@ PARTS = (
 
 
 def run_part(part: Part, output: Path) -> None:
-    """Runs a part; what it printed, its figures and how it ended are then in `output`."""
+    """Runs a part; writes its output, figures and exit status to `output`."""
     figures = output / f"{part.name}.jsonl"
     figures.unlink(missing_ok=True)
     command = [str(figures) if argument == "FILE" else argument for argument in part.command]
@@ -265,7 +265,7 @@ def run_part(part: Part, output: Path) -> None:
 
 
 def findings_of(part: Part, output: Path) -> list[Finding]:
-    """What a part has come to; [] if it was never run."""
+    """The findings of a part; [] if it has not run."""
     path = output / f"{part.name}.json"
     if not path.is_file():
         return []
@@ -295,9 +295,9 @@ def table_of(findings: Sequence[Finding], gpu: str) -> Table:
 
 
 def gpu_name() -> str:
-    """Of the GPU that is measured; "" if there is none.
+    """Name of the measured GPU; "" without a GPU.
 
-    Asked of another process: this one is to have no context on it.
+    Another process finds it, because this one must not create a context on the GPU.
     """
     asked = "import torch; print(torch.cuda.get_device_name(0) if torch.cuda.is_available() else '')"
     return subprocess.run(_python("-c", asked), capture_output=True, text=True).stdout.strip()
@@ -312,7 +312,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=Path("runs/gpu"), help="a folder (%(default)s)")
     parser.add_argument("--list", action="store_true", help="show the parts, and run none")
     arguments = parser.parse_args()
-    arguments.output = arguments.output.resolve()  # parts run in a folder of their own
+    arguments.output = arguments.output.resolve()  # parts run in another folder
     chosen = arguments.only.split(",") if arguments.only else names
     if unknown := set(chosen) - set(names):
         parser.error(f"--only {', '.join(sorted(unknown))}: parts are {', '.join(names)}")

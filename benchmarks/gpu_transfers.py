@@ -1,9 +1,9 @@
-"""Pushes and pulls of a tensor on a GPU against pinned copies in the same run, and the processor's time for it.
+"""Pushes and pulls of a tensor on a GPU against pinned copies in the same run, with their CPU time.
 
     coarse run -n 2 benchmarks/gpu_transfers.py [--megabytes 100] [--json results.jsonl]
 
-Every worker pushes and pulls; worker 0 prints and writes, what it is told of itself. Results are verified before they
-are timed. Every figure is measured, and carries the GPU's name.
+Every worker pushes and pulls; worker 0 prints and writes its own figures. Results are verified before they are timed.
+Every figure is measured and includes the GPU's name.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WARM_UP = 5
 
 
 class Link:
-    """A tensor on the GPU, its slot, and pinned memory of the same length to compare with."""
+    """A tensor on the GPU, its slot, and pinned memory of the same length for comparison."""
 
     def __init__(self, transfers: GpuTransfers, num_elements: int) -> None:
         self.transfers = transfers
@@ -52,11 +52,11 @@ class Link:
                 copy()
 
     def push(self) -> None:
-        """The result stays in the slot."""
+        """Pushes the tensor and leaves the result in the slot."""
         self._exchange(source=self.tensor.data_ptr(), destination=0)
 
     def pull(self) -> None:
-        """Contributes what is in the slot already."""
+        """Contributes the slot's present contents and pulls the result."""
         self._exchange(source=0, destination=self.tensor.data_ptr())
 
     def push_and_pull(self) -> None:
@@ -70,7 +70,7 @@ class Link:
 
 
 def verify(link: Link) -> None:
-    """The mean of what the workers push comes back."""
+    """Checks that a pull returns the mean of the workers' tensors."""
     for step in range(3):
         link.tensor.copy_(torch.arange(link.tensor.numel(), device=DEVICE) % 1000 + dist.get_rank() + step)
         link.push_and_pull()
@@ -80,7 +80,7 @@ def verify(link: Link) -> None:
 
 
 def seconds_of(work: Callable[[], None]) -> tuple[float, float]:
-    """Median time until the GPU has done it, and of the processor to ask for it."""
+    """Median seconds until the GPU has finished, and median CPU seconds of the call."""
     done_s, asked_s = [], []
     for _ in range(WARM_UP + ROUNDS):
         torch.cuda.synchronize()
@@ -94,7 +94,7 @@ def seconds_of(work: Callable[[], None]) -> tuple[float, float]:
 
 
 def measure(link: Link) -> dict[str, float]:
-    """Figures of this worker, while the other ones do the same."""
+    """Figures of this worker; the others do the same work at the same time."""
     num_bytes = link.tensor.nbytes
     works = {
         "pinned_d2h": (link.copy_out, 1),

@@ -1,9 +1,10 @@
-"""How exactly an emulated session keeps its machine's links, as its workers see it: one JSON record a row.
+"""How exactly an emulated session paces its machine's links, seen from its workers: one JSON record per row.
 
     python benchmarks/pacing_error.py [--machine aws-p3] [--time-dilation 10] [--repeats 15] [--json FILE]
 
-A worker times transfers of every kind, alone on idle links. The error is the median time over the time that the link
-table gives, less one. It fails if that is over 5% for any transfer of 1 MiB and more, on an otherwise idle machine.
+A worker times transfers of every kind, alone on idle links. The error is the median time divided by the link table's
+time, minus one. The benchmark fails if the error exceeds 5% for any transfer of 1 MiB or more. Run it on an otherwise
+idle machine.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def main() -> int:
 
 
 def measure(machine: str, time_dilation: float, repeats: int) -> list[dict[str, Any]]:
-    """Starts a job of NUM_WORKERS workers and as many memory devices; returns what worker 0 saw."""
+    """Starts a job of NUM_WORKERS workers and as many memory devices; returns the measurements of worker 0."""
     fork = multiprocessing.get_context("fork")
     results = fork.SimpleQueue()
     with tempfile.TemporaryDirectory() as directory:
@@ -108,7 +109,7 @@ def _work(rank: int, directory: str, settings: Settings, repeats: int, results: 
 
 
 def _cases(links: LinkTable) -> Iterator[tuple[str, int, list[Probe], float]]:
-    """Name, bytes, probes that run at once, and the seconds that the links take for them."""
+    """Name, bytes, probes that run at once, and their seconds according to the links."""
     worker, other = links.worker(0), links.worker(1)
     for nbytes in SIZES:
         for device, name in ((0, "local"), (1, "remote")):

@@ -1,10 +1,10 @@
-"""What planning costs: BERT-large's tensors on a machine of four workers and four memory devices, one JSON record.
+"""Cost of planning: BERT-large's tensors on a machine of four workers and four memory devices, one JSON record.
 
     python benchmarks/plan_cost.py [--json FILE]
 
-Tensors are cut and routed once, when they are registered, and split by dual synchronisation once, after the first
-steps; a step only reads routes and paths, natively. So a step's share is these times over the steps that follow. The
-record has the whole times, as if there were one step.
+Registration cuts and routes tensors once. After the first steps, dual synchronisation splits them once. A step only
+reads routes and paths, in native code. So a step's share is these times divided by the number of following steps. The
+record contains the whole times, as for one step.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def measure() -> dict[str, Any]:
 def plan_tensors(
     specs: Sequence[TensorSpec], shard_bytes: int, table: RoutingTable
 ) -> tuple[PartitionPlan, list[int]]:
-    """What a client does when tensors are registered."""
+    """The client's work when tensors are registered."""
     plan = plan_partition(specs, shard_bytes=shard_bytes, gather_bytes=GATHER_BYTES)
     return plan, route_shards(table, plan, specs)
 
@@ -102,7 +102,7 @@ def verify(
     shard_bytes: int,
     table: RoutingTable,
 ) -> None:
-    """Raises AssertionError unless every element is in one shard, each of which is large enough and well routed."""
+    """Raises AssertionError unless every element is in one shard, and each shard is large enough and well routed."""
     covered = [0] * len(specs)
     for shard, route in zip(plan.shards, routes, strict=True):
         nbytes = 4 * shard.num_elements

@@ -1,4 +1,4 @@
-"""Measures the compute traces that come with COARSE, on this machine: run once, its results are committed.
+"""Measures the compute traces that COARSE ships, on this machine. It ran once; its results are committed.
 
 python benchmarks/record_traces.py --model bert-large --batch 2 --sequence 384
 """

@@ -1,9 +1,9 @@
-"""What a replica of parameters and optimizer state costs a step: AdamW in the memory devices without and with one.
+"""Cost of a replica of parameters and optimizer state per step: AdamW in the memory devices without and with one.
 
     python benchmarks/replica_cost.py [--parameters MILLIONS] [--devices N] [--steps N] [--rounds N] [--json FILE]
 
-Two workers, which only average gradients and step: there is no computation that could hide anything. Systems take
-turns; their parameters are compared, bit for bit, before times are believed.
+Two workers only average gradients and step, so no computation hides the cost. Systems take turns. Their parameters
+are compared bit for bit before times are reported.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SYSTEMS = {
 
 
 class Model(torch.nn.Module):
-    """Parameters whose gradients are what it is given."""
+    """A model whose parameters receive its inputs as gradients."""
 
     def __init__(self, num_elements: int) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ def _work(rank: int, system: str, arguments: argparse.Namespace, directory: str,
     optimizer = coarse.torch.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01), wrapped)
     gradients = [torch.randn(num_elements, generator=generator) for _ in range(NUM_TENSORS)]
     seconds = []
-    for step in range(-3, arguments.steps):  # three to warm up
+    for step in range(-3, arguments.steps):  # three warm-up steps
         wrapped(*gradients).backward()
         dist.barrier()
         begin = time.perf_counter()

@@ -1,10 +1,11 @@
-"""A training step over two nodes that a slow network joins, with gradients of 32 and of 16 bits: COARSE and DDP.
+"""A training step over two nodes on a slow network, with gradients of 32 and of 16 bits: COARSE and DDP.
 
     sudo python benchmarks/slow_network.py [--rate 1gbit] [--workers N] [--layers N] [--steps N] [--json FILE]
 
-The nodes are network namespaces of this machine, with a cable whose rate the kernel limits (tc's token bucket; both
-tools are in Debian's iproute2). Each system trains the same layers on the same inputs, alone. Parameters are compared
-before times are believed. *Limit* is what the gradients of one node take to cross the cable, in each direction.
+The nodes are network namespaces of this machine. The kernel limits the rate of the cable between them (tc's token
+bucket; both tools are in Debian's iproute2). Each system trains the same layers on the same inputs, alone. Parameters
+are compared before times are reported. *Limit* is the time that one node's gradients need to cross the cable, in each
+direction.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ BATCH = 32
 NUM_WARM_UPS = 3
 PORT = 29555
 LIMIT_S = 600.0
-"""For all steps of a system."""
+"""Time limit for all steps of a system."""
 BITS_PER_S = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class System:
-    """Who averages, and in which type gradients travel; `tolerance` of parameters after all steps, absolute."""
+    """The averaging system and its gradients' type on the network; `tolerance` of the final parameters, absolute."""
 
     name: str
     is_coarse: bool
@@ -83,7 +84,7 @@ SYSTEMS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """`layers` of WIDTH x WIDTH, trained by `workers` on each node for `steps`."""
+    """`layers` of WIDTH x WIDTH, which `workers` on each node train for `steps`."""
 
     workers: int
     layers: int
@@ -91,7 +92,7 @@ class Plan:
 
     @property
     def num_gradients(self) -> int:
-        """Of all layers together, with biases."""
+        """Number of gradient elements of all layers, with biases."""
         return self.layers * WIDTH * (WIDTH + 1)
 
 
@@ -128,14 +129,14 @@ def main() -> int:
 
 
 def bits_per_s(rate: str) -> float:
-    """What tc takes for a rate."""
+    """Bits per second of a rate in tc's notation."""
     number = rate.rstrip("abcdefghijklmnopqrstuvwxyz")
     return float(number) * BITS_PER_S[rate[len(number) :]]
 
 
 @contextlib.contextmanager
 def cable(rate: str) -> Iterator[list[str]]:
-    """Two network namespaces, 10.77.0.1 and 10.77.0.2, between which bytes travel at `rate`."""
+    """Two network namespaces, 10.77.0.1 and 10.77.0.2, connected at `rate`."""
     names = [f"coarse-{os.getpid()}-{node}" for node in range(NUM_NODES)]
     commands = [f"ip netns add {name}" for name in names]
     commands.append(f"ip -n {names[0]} link add cable type veth peer name cable netns {names[1]}")
@@ -156,7 +157,7 @@ def cable(rate: str) -> Iterator[list[str]]:
 
 
 def address_of(node: int) -> str:
-    """Of a node, where the others reach it."""
+    """Address at which other nodes reach a node."""
     return f"10.77.0.{node + 1}"
 
 
@@ -169,7 +170,7 @@ def run(system: System, plan: Plan, namespaces: list[str]) -> tuple[list[float],
 
 
 def work(seat: Seat) -> None:
-    """One worker, to its end."""
+    """Runs one worker until its end."""
     system, plan, namespaces = seat.hear()
     rank = seat.rank
     node, local_rank = divmod(rank, plan.workers)
@@ -219,7 +220,7 @@ def work(seat: Seat) -> None:
 
 
 def enter_namespace(name: str) -> None:
-    """Has this process be in a network namespace from now on."""
+    """Moves this process into a network namespace."""
     clone_new_net = 0x40000000
     with open(f"/run/netns/{name}") as namespace:
         if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), clone_new_net) != 0:
@@ -227,7 +228,7 @@ def enter_namespace(name: str) -> None:
 
 
 def check(parameters: dict[str, np.ndarray]) -> None:
-    """That all systems have trained to the same parameters, as exactly as their types allow."""
+    """Checks that all systems trained to the same parameters, within the tolerance of their types."""
     expected = parameters[SYSTEMS[0].name]
     for system in SYSTEMS:
         np.testing.assert_allclose(

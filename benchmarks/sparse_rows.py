@@ -1,9 +1,10 @@
-"""Training a large table of which each step looks up a few rows: sparse gradients, whole ones, and torch's DDP.
+"""Training a large table from which each step looks up a few rows: sparse gradients, whole ones, and torch DDP.
 
     python benchmarks/sparse_rows.py [--rows N] [--width N] [--touched N] [--steps N] [--json FILE]
 
 Each system trains the same table with Adagrad on the same random lookups, alone. Parameters are compared before times
-are believed. Traffic is what all workers and memory devices write for a step's gradients: contributions and means.
+are reported. Traffic counts the bytes that all workers and memory devices write for a step's gradients: contributions
+and means.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ TOLERANCE = 1e-5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What is trained: a table of `rows` x `width`, of which each worker looks up `touched` in each of `steps`."""
+    """A table of `rows` x `width`, from which each worker looks up `touched` rows in each of `steps`."""
 
     rows: int
     width: int
@@ -42,12 +43,12 @@ class Plan:
     steps: int
 
     def lookups(self, rank: int, step: int) -> torch.Tensor:
-        """Different rows for each worker and step, none twice."""
+        """Different rows for each worker and step, without repetition."""
         random = np.random.default_rng([rank, step])
         return torch.from_numpy(random.choice(self.rows, self.touched, replace=False))
 
     def union(self, step: int) -> int:
-        """How many rows all workers look up together."""
+        """Number of different rows that all workers look up together."""
         return len(set().union(*(self.lookups(rank, step).tolist() for rank in range(NUM_WORKERS))))
 
 
@@ -102,7 +103,7 @@ def main() -> int:
 
 
 def traffic_bytes(system: str, plan: Plan) -> int:
-    """Of one step: all contributions, and the mean for each worker unless it updates the table at once."""
+    """Traffic of one step: all contributions, and each worker's mean unless the memory devices update the table."""
     options = SYSTEMS[system]
     if not options["sparse"]:
         return 2 * NUM_WORKERS * plan.rows * plan.width * VALUE_BYTES
@@ -148,7 +149,7 @@ def _work(rank: int, system: str, plan: Plan, rendezvous: str, results: Any) -> 
         optimizer = coarse.torch.DistributedOptimizer(optimizer, model, **options["offload"])
     target = torch.linspace(-1, 1, plan.width)
     times = []
-    for step in range(-2, plan.steps):  # two to warm up
+    for step in range(-2, plan.steps):  # two warm-up steps
         lookups = plan.lookups(rank, step + 2)
         dist.barrier()
         begin = time.perf_counter()
@@ -166,7 +167,7 @@ def _work(rank: int, system: str, plan: Plan, rendezvous: str, results: Any) -> 
 
 
 def _check(sums: dict[str, tuple[float, float]], plan: Plan) -> None:
-    """Refuses times of systems that did not train the same table."""
+    """Rejects times of systems that did not train the same table."""
     expected = sums["torch DDP (gloo), rows"]
     for system, found in sums.items():
         if not np.allclose(found, expected, rtol=TOLERANCE, atol=TOLERANCE * plan.rows):

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Runs COARSE's benchmarks one after the other and rewrites the tables of docs/benchmarks.md: `make benchmarks`.
 
-All tables are of one commit and one machine. Records of a benchmark that has ended stay in runs/benchmarks, so that a
-run that was interrupted goes on where it was; --again measures everything anew. The machine should do nothing else.
+All tables come from one commit and one machine. Records of finished benchmarks stay in runs/benchmarks, so an
+interrupted run continues there; --again measures everything again. The machine should do nothing else meanwhile.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DOCUMENT = ROOT / "docs" / "benchmarks.md"
 RECORDS = ROOT / "runs" / "benchmarks"
 
 Record = Mapping[str, Any]
-"""A line that a benchmark has appended to its --json file."""
+"""A line of a benchmark's --json file."""
 
 _SYNC_PEERS = {
     "gloo": "gloo",
@@ -60,9 +60,9 @@ class Benchmark:
     """One run of `coarse bench`, and the table that shows its records.
 
     Args:
-        name: Of the table's marks in the document, and of the file with the records.
-        arguments: Of `coarse bench`.
-        table: Makes the table, a string a line.
+        name: Name of the table's marks in the document, and of the file with the records.
+        arguments: Arguments of `coarse bench`.
+        table: Makes the lines of the table.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Benchmark:
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterable[str]:
-    """A table as Markdown has it."""
+    """A table in Markdown."""
     yield "| " + " | ".join(head) + " |"
     yield "|" + "---|" * len(head)
     for row in rows:
@@ -129,7 +129,7 @@ def step_table(records: Sequence[Record]) -> Iterable[str]:
 
 
 def memory_table(records: Sequence[Record]) -> Iterable[str]:
-    """GiB of the whole job at its peak, and the smallest limit in which it trains where that was looked for."""
+    """Peak GiB of the whole job, and the smallest limit in which it trains, if measured."""
     found = {each["system"]: each for each in records}
     has_limits = any(each["smallest_limit_bytes"] for each in records)
     rows = (
@@ -142,7 +142,7 @@ def memory_table(records: Sequence[Record]) -> Iterable[str]:
 
 
 def checkpoint_table(records: Sequence[Record]) -> Iterable[str]:
-    """What a save costs the loop that goes on."""
+    """Cost of a save for the training loop, which continues meanwhile."""
     found = {each["system"]: each for each in records}
     rows = (
         [
@@ -183,14 +183,14 @@ BENCHMARKS = (
     _memory("memory-gpt2-medium", "gpt2-medium", "--no-limits"),
     Benchmark(name="checkpoint", arguments=("checkpoint", "--saves=2", "--every=30"), table=checkpoint_table),
 )
-"""In the order in which they run."""
+"""In running order."""
 
 _TABLES_OF = {"latency": ("all-reduce", latency_table)}
-"""Further tables: the name of each, of the benchmark whose records it shows, and its maker."""
+"""Further tables: name, the benchmark whose records it shows, and the function that makes it."""
 
 
 def run(benchmark: Benchmark, folder: Path) -> None:
-    """Runs a benchmark whose records are not there yet; an interrupted one leaves none."""
+    """Runs a benchmark that has no records yet; an interrupted run leaves no records."""
     path = folder / f"{benchmark.name}.jsonl"
     if path.exists():
         return
@@ -211,7 +211,7 @@ def provenance(records: Iterable[Record]) -> str:
     """The commit and the machine of all records.
 
     Raises:
-        ValueError: If they are of several.
+        ValueError: If the records have different ones.
     """
     found = sorted({(each["commit"], json.dumps(each["machine"])) for each in records})
     if len(found) != 1:
@@ -223,10 +223,10 @@ def provenance(records: Iterable[Record]) -> str:
 
 
 def between_marks(text: str, name: str, lines: Iterable[str]) -> str:
-    """The document with other lines between the marks of a table.
+    """The document with new lines between the marks of a table.
 
     Raises:
-        ValueError: If it has no such marks.
+        ValueError: If the marks are missing.
     """
     begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
     before, found, rest = text.partition(begin)
@@ -237,7 +237,7 @@ def between_marks(text: str, name: str, lines: Iterable[str]) -> str:
 
 
 def rewrite(text: str, records: Mapping[str, Sequence[Record]]) -> str:
-    """The document with the tables of these records, by the name of their benchmark."""
+    """The document with new tables of these records, given by benchmark name."""
     everything = [each for some in records.values() for each in some]
     text = between_marks(text, "provenance", [provenance(everything)])
     for benchmark in BENCHMARKS:

@@ -1,15 +1,17 @@
-"""Step times of Keras models under coarse.tensorflow.Strategy, and what of them is synchronisation.
+"""Step times of Keras models under coarse.tensorflow.Strategy, and the share of synchronisation.
 
     python benchmarks/tensorflow_steps.py [--models resnet50 bert-small] [--workers 2] [--steps 10] [--batch 8]
                                           [--json]
 
-Every system trains the same model with Adam in a job of its own: COARSE with its ops, COARSE with the optimizer in
-the memory devices, COARSE through tf.numpy_function, TensorFlow's MultiWorkerMirroredStrategy, and one process that
-reduces nothing and has the batch of one worker. Under MultiWorkerMirroredStrategy Keras 3's fit() fails, so that it
-has a loop of its own around one tf.function, which does less than fit(). ResNet-50 sees images of 64 x 64, BERT-small
-(4 layers of 512) 32 tokens, whose embeddings have gradients of rows. In the jobs of COARSE without
-DistributedOptimizer worker 0 also times the reduction of whole gradients alone, by a function of collectives and by
-the session's client itself, on the same values. Sums are verified before anything is timed. All figures are measured.
+Every system trains the same model with Adam in a separate job: COARSE with its ops, COARSE with the optimizer in the
+memory devices, COARSE through tf.numpy_function, TensorFlow's MultiWorkerMirroredStrategy, and a single process that
+reduces nothing and uses the batch of one worker. Keras 3's fit() fails under MultiWorkerMirroredStrategy. That system
+uses its own loop around one tf.function, which does less than fit(). ResNet-50 uses images of 64 x 64. BERT-small
+(4 layers of 512) uses 32 tokens; its embeddings have sparse gradients.
+
+In the jobs of COARSE without DistributedOptimizer, worker 0 also times the reduction of whole gradients alone:
+through a function of collectives and through the session's client, on the same values. Sums are verified before
+anything is timed. All figures are measured.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ MODELS = ("resnet50", "bert-small", "tiny")
 
 
 def main() -> int:
-    """Runs all jobs and prints the table; or is one of their workers."""
+    """Runs all jobs and prints the table, or runs as one of their workers."""
     options = read_options()
     if options.worker:
         work(options)
@@ -78,7 +80,7 @@ def read_options() -> argparse.Namespace:
 
 
 def run(model: str, system: str, options: argparse.Namespace) -> dict[str, float]:
-    """Trains once; returns what worker 0 measured, in milliseconds."""
+    """Trains once; returns the measurements of worker 0, in milliseconds."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.json")
         numbers = ["--steps", str(options.steps), "--batch", str(options.batch)]
@@ -94,7 +96,7 @@ def run(model: str, system: str, options: argparse.Namespace) -> dict[str, float
 
 
 def free_addresses(count: int) -> list[str]:
-    """Addresses that were free a moment ago: TensorFlow has to be told them before its workers start."""
+    """Addresses that are free now; TensorFlow needs them before its workers start."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
@@ -122,7 +124,7 @@ def work(options: argparse.Namespace) -> None:
 
     tf.config.threading.set_intra_op_parallelism_threads(1)
     if options.worker == "python":
-        os.environ["CXX"] = "/nonexistent"  # so that the op cannot be built
+        os.environ["CXX"] = "/nonexistent"  # prevents building the op
         os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp()
     keras.utils.set_random_seed(1)
     strategy = coarse.tensorflow.Strategy()
@@ -153,7 +155,7 @@ def work(options: argparse.Namespace) -> None:
 
 
 def work_mirrored(options: argparse.Namespace) -> None:
-    """One worker of a job of TensorFlow's own strategy, which averages by its collectives over gRPC."""
+    """One worker of a job of TensorFlow's own strategy, which averages through its collectives over gRPC."""
     rank, workers = int(os.environ["RANK"]), json.loads(os.environ["MIRRORED_WORKERS"])
     task = {"cluster": {"worker": workers}, "task": {"type": "worker", "index": rank}}
     os.environ["TF_CONFIG"] = json.dumps(task)
@@ -195,7 +197,7 @@ class StepTimes:
         self._began_at = 0.0
 
     def callback(self, keras: Any) -> Any:
-        """What Keras calls around each step."""
+        """The Keras callback that times each step."""
         return keras.callbacks.LambdaCallback(on_train_batch_begin=self._begin, on_train_batch_end=self._end)
 
     def _begin(self, batch: int, logs: Any = None) -> None:
@@ -208,10 +210,10 @@ class StepTimes:
 
 
 def sync_times(strategy: Any, model: Any, num_steps: int) -> dict[str, float]:
-    """Times of the reduction of all gradients: through TensorFlow, and by the client's own push and pull.
+    """Times of the reduction of all gradients: through TensorFlow, and through the client's push and pull.
 
-    In a step gradients are made and then belong to the reduction, which writes its result over them. So they are
-    made here, and what that takes alone is subtracted.
+    The reduction overwrites its input, as in a step. Therefore every timed call creates gradients first; the time for
+    creating them alone is subtracted.
     """
     import tensorflow as tf
 

@@ -2,8 +2,8 @@
 
     python benchmarks/torch_backend.py [--workers 2] [--nodes 1] [--no-training] [--report results.jsonl]
 
-Both backends have groups of the same processes, which take turns between them, call by call, so that whatever else
-the machine does meets both alike. Each result is verified before it is timed, and figures are *measured*.
+Both backends use the same processes, which alternate between them call by call. So other load on the machine affects
+both equally. Each result is verified before it is timed. All figures are *measured*.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Groups = dict[str, Any]
 
 
 def measure(calls: Calls, groups: Groups, prepare: Callable[[], None] = lambda: None) -> Times:
-    """Milliseconds of each backend's call, each after `prepare`; as often on all ranks, about `_TIMED_S` in all."""
+    """Milliseconds of each backend's calls, each after `prepare`; equally many on all ranks, `_TIMED_S` in total."""
     import torch
     import torch.distributed as dist
 
@@ -86,7 +86,7 @@ def fsdp_steps(groups: Groups) -> dict[str, Times]:
 
 
 def _fsdp_step(group: Any) -> Callable[[], float]:
-    """A training step on `group`, which returns its loss."""
+    """A training step on `group`; the step returns its loss."""
     import torch
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
@@ -120,13 +120,13 @@ def _fsdp_step(group: Any) -> Callable[[], float]:
 
 
 def run_rank(result: Path, *, has_training: bool) -> None:
-    """One rank: everything is measured, and rank 0 writes it down."""
+    """Runs all measurements of one rank; rank 0 writes the results."""
     import torch
     import torch.distributed as dist
 
     from coarse import torch_entry
 
-    torch_entry.register()  # where COARSE is not installed
+    torch_entry.register()  # needed if COARSE is not installed
     torch.set_num_threads(1)
     dist.init_process_group(
         "coarse", init_method=f"file://{result}.store", rank=_rank(), world_size=_workers()
@@ -148,7 +148,7 @@ def _workers() -> int:
 
 
 def run(workers: int, nodes: int, *, has_training: bool) -> dict[str, Times]:
-    """Times of both backends, in milliseconds, of workers on `nodes` nodes that are all this machine."""
+    """Times of both backends in milliseconds; all `nodes` nodes run on this machine."""
     options = [] if has_training else ["--no-training"]
     with tempfile.TemporaryDirectory(prefix="coarse-bench-") as folder:
         result = Path(folder, "times.json")

@@ -5,8 +5,8 @@
           └──────────────────────────────◄──────────────────────────────────────────┘
                table, summary.json
 
-Every figure is measured. Ends with exit code 1 if a run fails, if the accuracy is too low, or if the workers
-of a run, or both runs, end up with different parameters.
+Every figure is measured. The exit code is 1 if a run fails, if the accuracy is too low, or if the final parameters
+differ between the workers of a run or between the runs.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ GRACE_S = 10.0
 
 
 class RunFailedError(Exception):
-    """A training run failed; the message ends with what it printed."""
+    """A training run failed; the message ends with its output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What to run and where to write. `script_arguments` go to both scripts alike."""
+    """The runs, and the output folder. Both scripts receive `script_arguments`."""
 
     output: Path
     num_workers: int
@@ -55,7 +55,7 @@ class Plan:
     script_arguments: Sequence[str] = ()
 
     def command(self, strategy: str) -> list[str]:
-        """The command line that trains with `strategy`."""
+        """Command line for training with `strategy`."""
         return [
             *(sys.executable, "-m", "coarse", "run", "-n", str(self.num_workers)),
             *("--memory-devices", str(self.num_memory_devices)),
@@ -64,12 +64,12 @@ class Plan:
         ]
 
     def report(self, strategy: str, rank: int) -> Path:
-        """Where worker `rank` writes what it measured."""
+        """File for the measurements of worker `rank`."""
         return self.output / f"{strategy}-{rank}.json"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs both, shows the table, writes the summary; returns the exit code."""
+    """Runs both strategies, shows the table, writes the summary; returns the exit code."""
     options = read_options(arguments)
     plan = Plan(
         output=options.output,
@@ -117,11 +117,11 @@ def measure(strategy: str, plan: Plan, console: Console) -> dict[str, Any]:
     """Trains once with `strategy` and returns its entry of the summary.
 
     Raises:
-        RunFailedError: If the run fails, takes longer than the limit, or leaves a worker's report out.
+        RunFailedError: If the run fails, exceeds the time limit, or lacks a worker's report.
     """
     plan.output.mkdir(parents=True, exist_ok=True)
     for rank in range(plan.num_workers):
-        plan.report(strategy, rank).unlink(missing_ok=True)  # a stale one must not pass for this run's
+        plan.report(strategy, rank).unlink(missing_ok=True)  # prevents reading an earlier run's report
     peak_mib = run(strategy, plan, console)
     reports = []
     for rank in range(plan.num_workers):
@@ -166,7 +166,7 @@ def run(strategy: str, plan: Plan, console: Console) -> float:
 
 
 def end(process: subprocess.Popen[str]) -> None:
-    """Ends the launcher, which ends its workers; kills the whole session if it does not comply."""
+    """Ends the launcher, which ends its workers; kills the whole session if it does not end."""
     if process.poll() is not None:
         return
     process.terminate()
@@ -178,7 +178,7 @@ def end(process: subprocess.Popen[str]) -> None:
 
 
 def show_progress(process: subprocess.Popen[str], title: str, lines: list[str], console: Console) -> None:
-    """Reads what the run prints into `lines` until it closes its output; draws the steps as a bar."""
+    """Reads the run's output into `lines` until it ends; shows the steps as a progress bar."""
     assert process.stdout is not None
     with Progress(*Progress.get_default_columns(), TextColumn("{task.fields[last]}"), console=console) as bar:
         task = bar.add_task(title, total=None, last="starting")
@@ -191,7 +191,7 @@ def show_progress(process: subprocess.Popen[str], title: str, lines: list[str], 
 
 
 def entry_of(reports: Sequence[Mapping[str, Any]], peak_mib: float) -> dict[str, Any]:
-    """One strategy's summary: throughput of all workers together, times as the mean over workers."""
+    """One strategy's summary: total throughput of all workers, and times as the mean over workers."""
     return {
         "accuracy": min(report["accuracy"] for report in reports),
         "samples_per_s": sum(report["samples_per_s"] for report in reports),
@@ -203,9 +203,9 @@ def entry_of(reports: Sequence[Mapping[str, Any]], peak_mib: float) -> dict[str,
 
 
 def merged(turns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One strategy's summary of all its turns: the worst accuracy, medians of the times, each worker's parameters.
+    """One strategy's summary of all its turns: the worst accuracy, median times, each worker's parameter hash.
 
-    A worker's hashes are joined where its turns ended with different parameters.
+    If a worker's turns ended with different parameters, their hashes are joined.
     """
     of_workers = zip(*(turn["param_hashes"] for turn in turns), strict=True)
     return {
@@ -220,7 +220,7 @@ def merged(turns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def faults_of(summary: Mapping[str, Mapping[str, Any]], min_accuracy: float) -> list[str]:
-    """What is wrong with the results, in words."""
+    """Messages for all faults of the results."""
     faults = []
     for strategy, entry in summary.items():
         accuracy = entry["accuracy"]
@@ -228,7 +228,7 @@ def faults_of(summary: Mapping[str, Mapping[str, Any]], min_accuracy: float) -> 
             faults.append(f"{TITLES[strategy]}: test accuracy {accuracy:.2%}, {min_accuracy:.0%} needed")
         if len(set(entry["param_hashes"])) != 1:
             faults.append(f"{TITLES[strategy]}: the workers ended up with different parameters")
-    # The sum of two numbers has one result; of more, gloo adds in another order.
+    # A sum of two numbers has one result. For more numbers, gloo adds in another order.
     agreed = [set(each["param_hashes"]) for each in summary.values() if len(each["param_hashes"]) == 2]
     if all(len(each) == 1 for each in agreed) and len(set().union(*agreed)) > 1:
         faults.append(f"{' and '.join(TITLES[each] for each in summary)} ended up with different parameters")
@@ -236,7 +236,7 @@ def faults_of(summary: Mapping[str, Mapping[str, Any]], min_accuracy: float) -> 
 
 
 def table_of(summary: Mapping[str, Mapping[str, Any]], plan: Plan) -> Table:
-    """The comparison as a table, a column for each strategy."""
+    """The comparison as a table with a column for each strategy."""
     cores = len(os.sched_getaffinity(0))
     table = Table(
         title=f"Digits, {plan.num_workers} workers, {plan.num_memory_devices} memory devices for COARSE",

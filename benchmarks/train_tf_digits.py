@@ -1,7 +1,7 @@
-"""`make train-tf`: trains the digits with Keras on workers under COARSE and in one process, and compares them.
+"""`make train-tf`: trains the digits with Keras in COARSE workers and in a single process, and compares them.
 
-Each worker has one thread, and the one process as many as there are workers. Every figure is measured. Ends with exit
-code 1 if a run fails, if the accuracy is too low, or if workers end up with different weights.
+Each worker uses one thread; the single process uses as many threads as the other run has workers. Every figure is
+measured. The exit code is 1 if a run fails, if the accuracy is too low, or if the workers' final weights differ.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SCRIPTS = {"coarse": "tf_digits.py", "plain": "tf_digits_plain.py"}
 
 
 class RunFailedError(Exception):
-    """A training run failed; the message ends with what it printed."""
+    """A training run failed; the message ends with its output."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -73,16 +73,16 @@ def command_of(kind: str, options: argparse.Namespace) -> list[str]:
 
 
 def measure(kind: str, options: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Trains once, and returns what it reports.
+    """Trains once and returns the reported figures.
 
     Raises:
-        RunFailedError: If the run fails, or takes longer than the limit.
+        RunFailedError: If the run fails or exceeds the time limit.
     """
     console.print(f"{TITLES[kind]}: training", highlight=False)
     num_reports = 1 if kind == "plain" else options.workers
     paths = [options.output / f"{kind}-{rank}.json" for rank in range(num_reports)]
     for path in paths:
-        path.unlink(missing_ok=True)  # a stale one must not pass for this run's
+        path.unlink(missing_ok=True)  # prevents reading an earlier run's report
     log = options.output / f"{kind}.log"
     with log.open("wb") as output, JobMemory() as memory:
         process = subprocess.Popen(
@@ -111,7 +111,7 @@ def measure(kind: str, options: argparse.Namespace, console: Console) -> dict[st
 
 
 def table_of(summary: dict[str, dict[str, Any]], num_workers: int) -> Table:
-    """The figures of both runs, side by side."""
+    """Table of both runs' figures."""
     table = Table(title=f"Keras, digits: {num_workers} workers and one process (measured)")
     table.add_column("")
     for kind in summary:
@@ -128,7 +128,7 @@ def table_of(summary: dict[str, dict[str, Any]], num_workers: int) -> Table:
 
 
 def faults_of(summary: dict[str, dict[str, Any]], min_accuracy: float) -> list[str]:
-    """What is wrong with the results, in words."""
+    """Messages for all faults of the results."""
     faults = [
         f"{TITLES[kind]}: accuracy {entry['accuracy']:.3f} is below {min_accuracy}"
         for kind, entry in summary.items()

@@ -49,8 +49,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self._offloading = OptimizerOffloading(offload_optimizer)
         if self._offloading.is_wanted and self.distributed_type not in (*_DATA_PARALLEL, DistributedType.NO):
             raise ValueError(
-                f"offload_optimizer does not go with {self.distributed_type.value}, which has its own way to keep "
-                "optimizers; leave one of them out"
+                f"offload_optimizer cannot be combined with {self.distributed_type.value}, which manages "
+                "optimizers itself; leave one of them out"
             )
 
     @property
@@ -145,7 +145,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         samplers = [each for each in all_samplers if hasattr(each, "even_batches")]
         if even_batches is not None and len(samplers) < len(all_samplers):
             warnings.warn(
-                "even_batches is only supported for map-style datasets; loaders of iterable ones stay as they are",
+                "even_batches is only supported for map-style datasets; dataloaders of iterable datasets stay "
+                "unchanged",
                 stacklevel=3,
             )
         before = [each.even_batches for each in samplers]

@@ -76,13 +76,13 @@ def _required_int(environ: Mapping[str, str], name: str, *, default: int | None 
         if default is not None:
             return default
         raise RendezvousError(
-            f"{name} is not set although other launcher variables are. Start the script with "
-            "`coarse run -n N script.py` or `torchrun --nproc-per-node N script.py`."
+            f"{name} is not set, although other launcher variables are. Start the script with `coarse run -n N "
+            "script.py` or `torchrun --nproc-per-node N script.py`."
         )
     try:
         return int(text)
     except ValueError:
-        raise RendezvousError(f"{name}={text!r} is no whole number") from None
+        raise RendezvousError(f"{name}={text!r} is not a whole number") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,8 +129,8 @@ def job_secret(environ: Mapping[str, str] | None = None) -> JobSecret:
     value = environ.get("COARSE_JOB_SECRET", "").encode()
     if value and len(value) < _LEAST_SECRET_BYTES:
         raise RendezvousError(
-            f"COARSE_JOB_SECRET has {len(value)} characters, which can be guessed; give all workers of the job the "
-            f"same {_LEAST_SECRET_BYTES} random ones or more, such as `openssl rand -hex 32` prints"
+            f"COARSE_JOB_SECRET has {len(value)} characters, too few to be safe; give all workers of the job "
+            f"the same {_LEAST_SECRET_BYTES} random ones or more, such as `openssl rand -hex 32` prints"
         )
     return JobSecret(value)
 

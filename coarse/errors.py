@@ -16,7 +16,7 @@ def follow_up(text: object, culprit: str) -> str:
         text: What it means here.
         culprit: Whose error it was, such as "worker 0".
     """
-    return f"{str(text).rstrip('.')}. {FOLLOW_UP}{culprit}, which says more."
+    return f"{str(text).rstrip('.')}. {FOLLOW_UP}{culprit}; see that error."
 
 
 class CoarseError(Exception):

@@ -59,14 +59,14 @@ def _parse(text: str) -> Failpoint:
     match = _FAILPOINT.fullmatch(text)
     if match is None or match["place"] not in PLACES:
         raise ValueError(
-            f"COARSE_FAILPOINTS: {text!r} is no PLACE:kill@NAME=NUMBER,... (or stop, kill-mdN, stop-mdN) with one of "
-            f"the places {', '.join(PLACES)}"
+            f"COARSE_FAILPOINTS: {text!r} is not PLACE:kill@NAME=NUMBER,... (or stop, kill-mdN, stop-mdN) with "
+            f"one of the places {', '.join(PLACES)}"
         )
     conditions = {}
     for part in filter(None, (match["conditions"] or "").split(",")):
         condition = _CONDITION.fullmatch(part)
         if condition is None:
-            raise ValueError(f"COARSE_FAILPOINTS: {part!r} is no condition such as rank=1 or step=7")
+            raise ValueError(f"COARSE_FAILPOINTS: {part!r} is not a condition such as rank=1 or step=7")
         conditions[condition["name"]] = int(condition["number"])
     device = match["device"]
     return Failpoint(

@@ -58,15 +58,15 @@ class JobSecret:
         if not self.value:
             if is_sealed:
                 raise RendezvousError(
-                    f"{key!r}, by which workers find each other, comes with a proof of COARSE_JOB_SECRET, and this "
-                    "worker was given none. Start all workers of the job with the same one."
+                    f"{key!r}, which workers use to find each other, carries a proof of COARSE_JOB_SECRET, but "
+                    "this worker has no secret. Start all workers of the job with the same one."
                 )
             return sealed
         proof, value = sealed[len(_MARK) :][:PROOF_BYTES], sealed[len(_MARK) + PROOF_BYTES :]
         if not is_sealed or not self.is_proof(proof, b"entry", key.encode(), value):
             raise RendezvousError(
-                f"refused {key!r}, by which workers find each other: it does not come with a proof of this job's "
-                "COARSE_JOB_SECRET. Somebody outside of the job has written it to the store at MASTER_ADDR and "
-                "MASTER_PORT, or a worker was started with another secret or none."
+                f"refused {key!r}, which workers use to find each other: it carries no valid proof of this "
+                "job's COARSE_JOB_SECRET. Either a process outside the job wrote it to the store at "
+                "MASTER_ADDR and MASTER_PORT, or a worker was started with another secret or none."
             )
         return value

@@ -69,9 +69,10 @@ def meeting_place(identity: WorkerIdentity, environ: Mapping[str, str]) -> tuple
     host, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT", "")
     if not host or not port.isdigit() or int(port) > 65535:
         raise RendezvousError(
-            f"worker {identity.rank} of {identity.world_size}: MASTER_ADDR={host!r}, MASTER_PORT={port!r} is no "
-            "address. Start the script with `coarse run -n N script.py`, torchrun, or a TF_CONFIG; under mpirun on "
-            "several nodes name the first one (mpirun -x MASTER_ADDR=host -x MASTER_PORT=29500)."
+            f"worker {identity.rank} of {identity.world_size}: MASTER_ADDR={host!r}, MASTER_PORT={port!r} is "
+            "not an address. Start the script with `coarse run -n N script.py`, torchrun, or a TF_CONFIG; "
+            "under mpirun on several nodes name the first one (mpirun -x MASTER_ADDR=host -x "
+            "MASTER_PORT=29500)."
         )
     return host, int(port)
 
@@ -128,7 +129,7 @@ def _from_tf_config(text: str) -> Launch:
         return Launch(identity=identity, address=None)
     host, _, port = str(workers[0]).rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:
-        raise RendezvousError(f"TF_CONFIG: {workers[0]!r}, where the first worker is, is no host:port")
+        raise RendezvousError(f"TF_CONFIG: the first worker's address {workers[0]!r} is not host:port")
     return Launch(identity=identity, address=TcpAddress(host.strip("[]"), int(port)))
 
 
@@ -139,7 +140,10 @@ def _rank_of_task(cluster: Mapping[str, Any], task: Mapping[str, Any]) -> int:
     if kind == "worker":
         return len(cluster.get("chief", [])) + index
     raise ValueError(
-        f"a task of type {kind!r}; coarse.tensorflow has chief and worker, no servers nor evaluators"
+
+            f"task type {kind!r} is not supported; coarse.tensorflow has only chief and worker, no parameter "
+            "servers or evaluators"
+
     )
 
 

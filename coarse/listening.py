@@ -52,7 +52,7 @@ def listen_for_workers(host: str, port: int) -> socket.socket:
             except OSError as error:
                 if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
                     raise
-    logger.info("%s is no address of this machine's own: listening on all interfaces", host)
+    logger.info("%s is not an address of this machine: listening on all interfaces", host)
     if socket.has_dualstack_ipv6():
         with contextlib.suppress(OSError):
             return _listen(socket.AF_INET6, "::", port)

@@ -64,8 +64,8 @@ def connect(
     except PermissionError as error:
         connection.close()
         raise RendezvousError(
-            f"refused to connect to {place}: {error}. Somebody else may answer for this job there, or have written "
-            "to the store by which its workers meet."
+            f"refused to connect to {place}: {error}. Another user may be listening there in place of this "
+            "job, or may have written to the store of its rendezvous."
         ) from error
     except BaseException:
         connection.close()
@@ -76,4 +76,6 @@ def connect(
 def _require_own(connection: socket.socket, place: Path) -> None:
     pid, user = peer_of(connection)
     if user != os.geteuid():
-        raise PermissionError(f"process {pid} of user {user} listens there, not one of user {os.geteuid()}")
+        raise PermissionError(
+            f"process {pid} of user {user} listens there, not a process of user {os.geteuid()}"
+        )

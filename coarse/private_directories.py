@@ -42,7 +42,7 @@ def make_root() -> Path:
     if roots := find_roots():
         return roots[0]
     made = Path(tempfile.mkdtemp(prefix=f"{usual.name}-", dir=usual.parent))
-    logger.warning("%s %s; %s takes its place", usual, _describe(usual), made)
+    logger.warning("%s %s; using %s instead", usual, _describe(usual), made)
     return made
 
 
@@ -85,7 +85,7 @@ def entered(path: str | os.PathLike[str]) -> Iterator[Path]:
         if not _is_private(found):
             raise PermissionError(
                 f"{os.fspath(path)} is a directory of user {found.st_uid} with mode "
-                f"{stat.S_IMODE(found.st_mode):03o}, and not one that user {os.geteuid()} alone can enter"
+                f"{stat.S_IMODE(found.st_mode):03o}; it must be one that only user {os.geteuid()} can enter"
             )
         yield Path(f"/proc/self/fd/{directory_fd}")
     finally:
@@ -107,7 +107,7 @@ def _describe(path: Path) -> str:
     except OSError as error:
         return f"cannot be entered ({error.strerror})"
     if not stat.S_ISDIR(found.st_mode):
-        return "is no directory"
+        return "is not a directory"
     if found.st_uid != os.geteuid():
         return f"belongs to user {found.st_uid}"
     return "can be entered by other users"

@@ -248,7 +248,7 @@ class PeerWatch:
         if probe.problem:
             where = f"{address.presence_host} port {address.presence_port} ({probe.problem})"
             logger.warning(
-                "[w%s] worker %s (pid %s) cannot be reached at %s: it ended, or is behind a firewall",
+                "[w%s] worker %s (pid %s) cannot be reached at %s: it has ended or is behind a firewall",
                 *(self._identity.rank, rank, address.pid, where),
             )
             probe.problem = ""
@@ -360,8 +360,8 @@ def gather_workers(
     """
     if store.add(f"taken/{identity.rank}", 1) > 1:
         raise RendezvousError(
-            f"worker {identity.rank}: another process has joined as rank {identity.rank} already. "
-            "Give each process its own RANK."
+            f"worker {identity.rank}: another process has already joined as rank {identity.rank}. Give each "
+            "process its own RANK."
         )
     with contextlib.ExitStack() as stack:
         watch = watch or stack.enter_context(PeerWatch(identity, node))
@@ -386,8 +386,8 @@ class _RollCall:
             now = time.monotonic()
             if now - started > timeout_s:
                 raise RendezvousError(
-                    f"worker {self._identity.rank}: after {now - started:.1f} s {self}. "
-                    "Start the missing ones, or look at why they ended."
+                    f"worker {self._identity.rank}: after {now - started:.1f} s {self}. Start the missing "
+                    "ones, or find out why they ended."
                 )
             if now >= next_report:
                 next_report = now + PROGRESS_INTERVAL_S
@@ -403,7 +403,7 @@ class _RollCall:
         try:
             self._watch.check()
         except WorkerLostError as error:
-            raise WorkerLostError(f"{error} At that moment {self}.") from None
+            raise WorkerLostError(f"{error} At that time, {self}.") from None
 
     def __str__(self) -> str:
         here = ", ".join(map(str, sorted(self._found))) or "none"
@@ -420,8 +420,8 @@ class _RollCall:
         world_size = announcement.pop("world_size")
         if world_size != self._identity.world_size:
             raise RendezvousError(
-                f"worker {self._identity.rank} has WORLD_SIZE={self._identity.world_size}, worker {rank} has "
-                f"{world_size}. Start all workers of a job with the same number."
+                f"worker {self._identity.rank} has WORLD_SIZE={self._identity.world_size}, but worker {rank} "
+                f"has {world_size}. Start all workers of a job with the same number."
             )
         self._found[rank] = WorkerAddress(**announcement)
         self._watch.add(rank, self._found[rank])

@@ -48,7 +48,7 @@ class TensorSpec:
                 f"supported are {', '.join(ITEM_BYTES)}. Convert the tensor first."
             )
         if self.op not in OPS:
-            raise ValueError(f"tensor {self.name!r}: op {self.op!r} is none of {', '.join(OPS)}")
+            raise ValueError(f"tensor {self.name!r}: op {self.op!r} must be one of {', '.join(OPS)}")
         if self.op == "mean" and self.dtype in ("int32", "int64", "uint8"):
             raise ValueError(
                 f"tensor {self.name!r}: mean of {self.dtype} is not exact; use op='sum' and divide yourself"
@@ -61,11 +61,11 @@ class TensorSpec:
     def _check_rows(self) -> None:
         if not 0 < self.row_elements < 1 << 32 or self.num_elements % self.row_elements:
             raise ValueError(
-                f"table {self.name!r}: {self.num_elements} elements are no rows of {self.row_elements} each, or rows "
-                "have 4 G elements and more"
+                f"table {self.name!r}: {self.num_elements} elements are not a whole number of rows of "
+                f"{self.row_elements} each, or a row has 4 Gi elements or more"
             )
         if self.op == "max":
-            raise ValueError(f"table {self.name!r}: rows are added up or averaged; there is no max of them")
+            raise ValueError(f"table {self.name!r}: rows can be summed or averaged, but not reduced by max")
 
     @property
     def num_rows(self) -> int:

@@ -198,7 +198,7 @@ class Session:
     def cannot_reduce_rows(self) -> str:
         """Why the memory devices of this session cannot reduce sparse gradients; "" if they can."""
         if len(self.node_workers) < self.identity.world_size:
-            return "the job has several nodes, each with memory devices of its own"
+            return "the job has several nodes, each with its own memory devices"
         return self.cannot_update()
 
     def register_parameters(
@@ -279,7 +279,7 @@ class Session:
             root: The rank whose contents all workers receive.
         """
         if not 0 <= root < self.identity.world_size:
-            raise ValueError(f"root={root} is no rank of {self.identity.world_size} workers")
+            raise ValueError(f"root={root} is not a rank of {self.identity.world_size} workers")
         view = np.asarray(array)
         if not view.flags.c_contiguous or not view.flags.writeable:
             raise ValueError("broadcast needs a writable, C-contiguous array; pass a copy")
@@ -304,7 +304,7 @@ class Session:
             ValueError: If the array is empty or not contiguous.
         """
         if not array.flags.c_contiguous or array.nbytes == 0:
-            raise ValueError(f"stored tensor {key!r}: needs a C-contiguous array that is not empty")
+            raise ValueError(f"stored tensor {key!r}: needs a non-empty C-contiguous array")
         return self._open().store(key, array.reshape(-1).view(np.uint8).data)
 
     def load(self, key: str) -> StoredValue:
@@ -510,7 +510,7 @@ class Session:
             try:
                 profile.save(path)
             except OSError as error:
-                logger.warning("the profile cannot be kept in %s: %s", path, error.strerror)
+                logger.warning("the profile cannot be saved to %s: %s", path, error.strerror)
         return profile, f"{profile.kind} now ({note})"
 
     def _linked(self) -> Client:
@@ -536,7 +536,7 @@ def _seed(table: PartitionTable, local_devices: Sequence[int], note: str) -> tup
     links = firmware_links(table, read_numa_nodes())
     if links is None:
         return None, note
-    return profile_from_links(links, local_devices), f"simulated from what the firmware says (HMAT); {note}"
+    return profile_from_links(links, local_devices), f"simulated from the firmware's figures (HMAT); {note}"
 
 
 def _come_together(joining: Joining) -> tuple[Client, NodeDevices, FoundProfile]:

@@ -17,7 +17,7 @@ from coarse.settings import Settings
 def check_specs(name: str, specs: Sequence[TensorSpec]) -> None:
     """Raises ValueError unless there are tensors to register, each of a name of its own."""
     if not specs:
-        raise ValueError(f"{name}: there is no tensor to register")
+        raise ValueError(f"{name}: no tensor to register")
     if len({spec.name for spec in specs}) < len(specs):
         raise ValueError(f"{name}: two tensors share a name")
 
@@ -26,8 +26,8 @@ def check_solo(settings: Settings) -> None:
     """Raises RendezvousError for settings that need several workers, in a job of one."""
     if settings.machine:
         raise RendezvousError(
-            f"a job of one worker has no links that could be those of {settings.machine}; start two or more workers, "
-            "or unset COARSE_MACHINE"
+            f"a job of one worker has no links, so it cannot emulate those of {settings.machine}; start two or "
+            "more workers, or unset COARSE_MACHINE"
         )
 
 
@@ -37,14 +37,17 @@ def check_nodes(settings: Settings, num_nodes: int) -> None:
         return
     if settings.keep_devices:
         raise RendezvousError(
-            f"memory devices are kept within one node, and this job has {num_nodes}; unset COARSE_KEEP_DEVICES"
+
+                f"memory devices are kept within one node only, but this job has {num_nodes} nodes; unset "
+                "COARSE_KEEP_DEVICES"
+
         )
     if settings.sync_algorithm in ("ring", "exchange", "nccl"):
         what = (
             f"the machine {settings.machine}" if settings.machine else f"the algorithm {settings.algorithm!r}"
         )
         how = "unset COARSE_MACHINE" if settings.machine else "set COARSE_ALGORITHM to auto, direct or gather"
-        raise RendezvousError(f"{what} works within one node, and this job has {num_nodes}; {how}")
+        raise RendezvousError(f"{what} works only within one node, but this job has {num_nodes} nodes; {how}")
 
 
 def check_array(array: npt.NDArray[Any], op: str) -> str:

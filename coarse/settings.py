@@ -35,7 +35,9 @@ def parse_bytes(text: str, *, what: str = "size") -> int:
     match = re.fullmatch(r"\s*(\d+)\s*([A-Za-z]*)\s*", text)
     unit = match.group(2).upper() if match else ""
     if match is None or unit not in _SIZE_UNITS:
-        raise ValueError(f"{what}: {text!r} is no size; write a number with B, KB, MB, GB, KiB, MiB or GiB")
+        raise ValueError(
+            f"{what}: {text!r} is not a size; write a number with B, KB, MB, GB, KiB, MiB or GiB"
+        )
     return int(match.group(1)) * _SIZE_UNITS[unit]
 
 
@@ -52,14 +54,14 @@ def _read_int(name: str, text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise ValueError(f"{name}={text!r} is no whole number") from None
+        raise ValueError(f"{name}={text!r} is not a whole number") from None
 
 
 def _read_float(name: str, text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise ValueError(f"{name}={text!r} is no number") from None
+        raise ValueError(f"{name}={text!r} is not a number") from None
 
 
 def _read_bytes(name: str, text: str) -> int:
@@ -83,7 +85,7 @@ def _read_memory_devices(name: str, text: str) -> int | tuple[MemoryName, ...]:
 def _is_between(low: float, high: float, *, or_zero: bool = False) -> _Check:
     def check(name: str, value: float) -> None:
         if not (low <= value <= high or (or_zero and value == 0)):
-            raise ValueError(f"{name}={value} is out of range: it must lie between {low} and {high}")
+            raise ValueError(f"{name}={value} is out of range: it must be between {low} and {high}")
 
     return check
 
@@ -91,7 +93,7 @@ def _is_between(low: float, high: float, *, or_zero: bool = False) -> _Check:
 def _is_one_of(*choices: str) -> _Check:
     def check(name: str, value: str) -> None:
         if value not in choices:
-            raise ValueError(f"{name}={value!r} is none of {', '.join(choices)}")
+            raise ValueError(f"{name}={value!r} must be one of {', '.join(choices)}")
 
     return check
 
@@ -180,7 +182,11 @@ class Declaration:
 def _nearest(name: str, known: Iterable[str]) -> str:
     """Which of the known variables may be meant."""
     found = difflib.get_close_matches(name, sorted(known), n=1)
-    return f"do you mean {found[0]}?" if found else "docs/settings.md lists them, and coarse run --help-all"
+    return (
+        f"did you mean {found[0]}?"
+        if found
+        else "docs/settings.md and coarse run --help-all list all settings"
+    )
 
 
 def declarations() -> tuple[Declaration, ...]:
@@ -404,12 +410,15 @@ class Settings:
         """Refuses settings that do not go with each other."""
         if self.memory_devices and self.partition_table:
             raise ValueError(
-                f"COARSE_MEMORY_DEVICES does not go with COARSE_PARTITION_TABLE={self.partition_table}, which says "
-                "what memory devices there are; leave one of them out"
+                f"COARSE_MEMORY_DEVICES cannot be combined with COARSE_PARTITION_TABLE={self.partition_table}, "
+                "which already defines the memory devices; unset one of them"
             )
         if self.machine and self.algorithm not in ("auto", "exchange"):
             raise ValueError(
-                f"COARSE_ALGORITHM={self.algorithm} does not go with COARSE_MACHINE: its links carry 'exchange'"
+
+                    f"COARSE_ALGORITHM={self.algorithm} cannot be combined with COARSE_MACHINE: emulated links "
+                    "carry 'exchange'"
+
             )
         if self.time_dilation != 1 and not self.machine:
             raise ValueError(
@@ -417,7 +426,7 @@ class Settings:
             )
         if self.own_path in ("ring", "all-gather") and not self.machine:
             raise ValueError(
-                f"COARSE_OWN_PATH={self.own_path} needs COARSE_MACHINE: in the host's memory workers reduce "
+                f"COARSE_OWN_PATH={self.own_path} needs COARSE_MACHINE: workers in the host's memory reduce "
                 "all-to-all"
             )
         if self.routing == "spread" and not self.machine:
@@ -426,13 +435,14 @@ class Settings:
             )
         if self.keep_devices and self.sync_algorithm not in ("auto", "direct", "gather"):
             raise ValueError(
-                f"COARSE_KEEP_DEVICES does not go with the algorithm {self.sync_algorithm}: memory devices keep what "
-                "their optimizer updates, and that needs coherent memory. Choose auto, direct or gather"
+                f"COARSE_KEEP_DEVICES cannot be combined with the algorithm {self.sync_algorithm}: memory "
+                "devices keep the values that their optimizer updates, and that needs coherent memory. Choose "
+                "auto, direct or gather"
             )
         if self.replicas and not self.keep_devices:
             raise ValueError(
-                f"COARSE_REPLICAS={self.replicas} needs COARSE_KEEP_DEVICES: memory devices that outlive a lost one "
-                "have to wait for the workers of the next attempt. Set it to some seconds, such as 60"
+                f"COARSE_REPLICAS={self.replicas} needs COARSE_KEEP_DEVICES: the remaining memory devices must "
+                "wait for the workers of the next attempt. Set it to a number of seconds, such as 60"
             )
 
     @property
@@ -458,7 +468,7 @@ class Settings:
         names = {*known, *_OTHER_VARIABLES}
         for name in sorted(environ):
             if name.startswith(_PREFIX) and name not in names:
-                raise ValueError(f"{name} is set, but there is no such setting; {_nearest(name, known)}")
+                raise ValueError(f"{name} is set, but no such setting exists; {_nearest(name, known)}")
         given = {name: each for name, each in known.items() if name in environ}
         values: dict[str, Any] = {each.name: each.read(name, environ[name]) for name, each in given.items()}
         return cls(**values)

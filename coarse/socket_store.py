@@ -178,7 +178,7 @@ class SocketStore:
         pause_s = _FIRST_POLL_S
         while (value := self._ask(GET, key, b"")) is None:
             if time.monotonic() >= deadline:
-                raise TimeoutError(f"nobody set {key!r} within {timeout_s:.1f} s")
+                raise TimeoutError(f"no process set {key!r} within {timeout_s:.1f} s")
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_POLL_S)
         return value
@@ -212,10 +212,10 @@ class SocketStore:
     def _loss(self, error: OSError) -> RendezvousError:
         if isinstance(error, TimeoutError):
             return RendezvousError(
-                f"worker 0, which serves {self._address} for the workers to find each other, has not answered within "
-                f"{self._timeout_s:.1f} s. It is stopped, or cannot be reached any more."
+                f"worker 0, which serves the rendezvous at {self._address}, has not answered within "
+                f"{self._timeout_s:.1f} s. It is stopped or can no longer be reached."
             )
-        text = f"worker 0, which served {self._address} for the workers to find each other, is gone ({error})"
+        text = f"worker 0, which served the rendezvous at {self._address}, is gone ({error})"
         return RendezvousError(follow_up(text, "worker 0"))
 
 
@@ -250,8 +250,8 @@ def _connect(address: Address, timeout_s: float, secret: JobSecret) -> socket.so
         except OSError as error:
             if time.monotonic() >= deadline:
                 raise RendezvousError(
-                    f"nobody answered at {address} within {timeout_s:.0f} s ({error}). Start worker 0, or check the "
-                    "address that the launcher gives."
+                    f"no process answered at {address} within {timeout_s:.0f} s ({error}). Start worker 0, or "
+                    "check the address that the launcher sets."
                 ) from error
         time.sleep(_LONGEST_POLL_S)
 
@@ -281,13 +281,14 @@ def _greet(connected: socket.socket, address: Address, timeout_s: float, secret:
     challenge = greeting + answer[:NONCE_BYTES]
     if not secret.is_proof(answer[NONCE_BYTES:], b"store server", challenge):
         raise RendezvousError(
-            f"refused to meet other workers at {address}: the process that listens there does not know this job's "
-            "COARSE_JOB_SECRET. It is a stranger's, or worker 0 was started with another secret or none."
+            f"refused to join the workers at {address}: the process that listens there does not have this "
+            "job's COARSE_JOB_SECRET. It does not belong to this job, or worker 0 was started with another "
+            "secret or none."
         )
     connected.sendall(secret.prove(b"store client", challenge))
     if _receive(connected, len(WELCOME), timeout_s) != WELCOME:
         raise RendezvousError(
-            f"the process that listens at {address} speaks another protocol; it is no worker 0"
+            f"the process that listens at {address} speaks another protocol; it is not worker 0"
         )
 
 

@@ -58,7 +58,7 @@ class DirectoryStore:
                 return self._file(key, "value").read_bytes()
             except FileNotFoundError:
                 if time.monotonic() >= deadline:
-                    raise TimeoutError(f"nobody set {key!r} within {timeout_s:.1f} s") from None
+                    raise TimeoutError(f"no process set {key!r} within {timeout_s:.1f} s") from None
                 time.sleep(_POLL_INTERVAL_S)
 
     def add(self, key: str, amount: int) -> int:

@@ -94,7 +94,7 @@ class Values:
         self._take_room(key, key in self._counters, 0)
         count = self._counters.get(key, 0) + COUNT.unpack(value)[0]
         if not -(1 << 63) <= count < 1 << 63:
-            raise StoreError("a counter cannot count so far")
+            raise StoreError("a counter would overflow")
         self._counters[key] = count
         return COUNT.pack(count)
 
@@ -158,7 +158,7 @@ class _Peer:
         if not self._unsent:
             data = self._socket.recv(_READ_BYTES)
             if not data:
-                raise ConnectionResetError("it has gone")
+                raise ConnectionResetError("it closed the connection")
             self._received += data
         self._send()
         while not self._unsent and self._serve():
@@ -206,7 +206,7 @@ class _Peer:
         if len(self._received) < PROOF_BYTES:
             return False
         if not self._secret.is_proof(self._take(PROOF_BYTES), b"store client", self._challenge):
-            raise ProtocolError("it does not know the secret of this job (COARSE_JOB_SECRET)")
+            raise ProtocolError("it does not have the secret of this job (COARSE_JOB_SECRET)")
         self.is_proved = True
         self._unsent.append(memoryview(WELCOME))
         return True
@@ -216,7 +216,7 @@ class _Peer:
             return False
         operation, key_bytes, value_bytes = REQUEST.unpack_from(self._received)
         if operation not in (SET, GET, ADD):
-            raise ProtocolError(f"it asks for {operation!r}")
+            raise ProtocolError(f"it requests the unknown operation {operation!r}")
         if key_bytes > MOST_KEY_BYTES or value_bytes > MOST_VALUE_BYTES:
             raise ProtocolError(f"it sends a key of {key_bytes} bytes and a value of {value_bytes}")
         if len(self._received) < REQUEST.size + key_bytes + value_bytes:
@@ -318,12 +318,12 @@ class StoreServer:
                 connection.close()
                 return
         if len(self._peers) >= _MOST_CONNECTIONS:
-            self._warnings.warn(f"turned a connection away: there are {len(self._peers)} already")
+            self._warnings.warn(f"turned a connection away: {len(self._peers)} are already open")
             connection.close()
             return
         unproved = [peer for peer in self._peers if not peer.is_proved]
         if len(unproved) >= _MOST_UNPROVED:
-            self._drop(unproved[0], f"it proves nothing, and {len(unproved)} others neither")
+            self._drop(unproved[0], f"it has not proved the secret, nor have {len(unproved)} others")
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         peer = _Peer(connection, self._secret, self._values)
@@ -347,7 +347,7 @@ class StoreServer:
         if peer.events != events:
             self._selector.modify(peer, peer.events, peer)
         if self._half_bytes > MOST_BYTES:
-            self._drop(peer, f"requests that have not come whole take more than {MOST_BYTES} bytes")
+            self._drop(peer, f"incomplete requests take more than {MOST_BYTES} bytes")
 
     def _sweep(self) -> None:
         """Drops peers that do not finish what they have begun."""
@@ -355,7 +355,7 @@ class StoreServer:
         for peer in [peer for peer in self._peers if peer.is_busy]:
             limit_s = self._timeout_s if peer.is_proved else _HANDSHAKE_TIMEOUT_S
             if now_s - peer.waits_since_s > limit_s:
-                self._drop(peer, f"it has not finished what it began {limit_s:.0f} s ago")
+                self._drop(peer, f"it has not finished the request that it began {limit_s:.0f} s ago")
 
     def _drop(self, peer: _Peer, why: str) -> None:
         self._warnings.warn(f"dropped a connection: {why}")

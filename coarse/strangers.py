@@ -32,7 +32,7 @@ class RareWarnings:
         if now_s - self._warned_s < _WARNING_INTERVAL_S:
             self._num_unwarned += 1
             return
-        more = f" (and {self._num_unwarned} more times something of the kind)" if self._num_unwarned else ""
+        more = f" (and {self._num_unwarned} similar events)" if self._num_unwarned else ""
         self._logger.warning("%s %s%s", self._prefix, text, more)
         self._warned_s, self._num_unwarned = now_s, 0
 
@@ -79,7 +79,7 @@ class Acceptor:
         self._spare_fd = -1
         with contextlib.suppress(OSError):
             self._spare_fd = _open_spare()
-        self._warnings.warn("turned a connection away, for this process may have no more open files")
+        self._warnings.warn("turned a connection away: this process has reached its limit of open files")
 
 
 def _open_spare() -> int:

@@ -1,4 +1,4 @@
-"""Trains the digits of torch_digits.py with Hugging Face Accelerate; COARSE comes in by one line.
+"""Trains the digits of torch_digits.py with Hugging Face Accelerate; one line adds COARSE.
 
 How to run it: README.md.
 """

@@ -1,4 +1,4 @@
-"""Pictures in folders, one folder for each class, as ImageNet is laid out; and a small such folder, drawn.
+"""Pictures in folders, one for each class, in ImageNet's layout; can also draw a small data set of this layout.
 
 <root>/train/<class>/*.JPEG    and    <root>/val/<class>/*.JPEG
 """
@@ -20,7 +20,7 @@ from torch.utils.data import Dataset, Sampler
 from job import Job, broadcast_text
 
 SUFFIXES = {".jpeg", ".jpg", ".png"}
-CHANNEL_MEAN = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)  # of ImageNet's training pictures
+CHANNEL_MEAN = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)  # from ImageNet's training pictures
 CHANNEL_STD = torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
 SHAPES = ("disc", "square", "triangle")
 COLOURS = {"red": (200, 40, 40), "blue": (40, 60, 200)}
@@ -29,11 +29,11 @@ Transform = Callable[[Image.Image], torch.Tensor]
 
 
 class ImageFolder(Dataset[tuple[torch.Tensor, int]]):
-    """The pictures below `folder`, by name; a class's label is the place of its folder by name.
+    """The pictures below `folder`, sorted by name. A class's label is the position of its folder, sorted by name.
 
     Raises:
-        ValueError: If there is no such folder, a class without a picture, or no class at all. A file that
-            is no picture is an error when it is read.
+        ValueError: If the folder does not exist or has no classes, or if a class has no picture. A file that
+            is not a picture raises an error when it is read.
     """
 
     def __init__(self, folder: Path, transform: Transform) -> None:
@@ -67,10 +67,10 @@ def _pictures(folder: Path) -> list[Path]:
 
 
 class Shard(Sampler[int]):
-    """This worker's share of `length` samples, shuffled anew in every epoch.
+    """This worker's share of `length` samples, reshuffled in every epoch.
 
-    Nothing is repeated to make the shares equal, as DistributedSampler does: they differ by up to one sample,
-    and so workers may differ by one step.
+    Unlike DistributedSampler it repeats no samples to make the shares equal. Shares differ by up to one sample,
+    so workers may differ by one step.
     """
 
     def __init__(self, job: Job, length: int, *, seed: int) -> None:
@@ -87,7 +87,7 @@ class Shard(Sampler[int]):
 
 
 def random_crop(size: int) -> Transform:
-    """A random part of a picture (8 to 100 % of it, 3:4 to 4:3), scaled to `size`, at times mirrored."""
+    """A random part of a picture (8 to 100 % of it, 3:4 to 4:3), scaled to `size`, sometimes mirrored."""
 
     def transform(image: Image.Image) -> torch.Tensor:
         area = image.width * image.height * float(torch.empty(()).uniform_(0.08, 1.0))
@@ -103,7 +103,7 @@ def random_crop(size: int) -> Transform:
 
 
 def centre_crop(size: int) -> Transform:
-    """The middle of the picture, after its shorter side was scaled to 8/7 of `size` (256 for 224)."""
+    """The centre of the picture, after scaling its shorter side to 8/7 of `size` (256 for 224)."""
 
     def transform(image: Image.Image) -> torch.Tensor:
         side = min(image.width, image.height) * 7 / 8
@@ -122,7 +122,7 @@ def to_tensor(image: Image.Image) -> torch.Tensor:
 
 @contextmanager
 def folder_of_pictures(given: Path | None, job: Job) -> Iterator[Path]:
-    """The folder `given`, or a small one that worker 0 draws and removes at the end; for one node."""
+    """The folder `given`, or a small one that worker 0 draws and removes at the end; only for one node."""
     if given is not None:
         yield given
         return
@@ -131,7 +131,7 @@ def folder_of_pictures(given: Path | None, job: Job) -> Iterator[Path]:
             draw_folder(Path(drawn) / "train", pictures_per_class=40, seed=0)
             draw_folder(Path(drawn) / "val", pictures_per_class=10, seed=1)
         yield Path(broadcast_text(drawn))
-        dist.barrier()  # nobody reads any more
+        dist.barrier()  # all workers have finished reading
 
 
 @contextmanager
@@ -140,7 +140,7 @@ def _nothing() -> Iterator[str]:
 
 
 def draw_folder(folder: Path, *, pictures_per_class: int, seed: int, side: int = 72) -> None:
-    """Draws shapes of two colours on noise, a class for each shape and colour; the same for the same seed."""
+    """Draws shapes of two colours on noise, one class for each shape and colour; the same for the same seed."""
     generator = np.random.default_rng(seed)
     for shape in SHAPES:
         for colour, rgb in COLOURS.items():

@@ -1,4 +1,4 @@
-"""What every example shares: which worker this process is, and a word about progress."""
+"""Shared by all examples: this process's place in the job, and progress messages."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ SECONDS_BETWEEN_LINES = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """The workers that train one model together, seen from one of them."""
+    """One worker's view of the job, whose workers train one model together."""
 
     rank: int
     world_size: int
 
     def say(self, text: str) -> None:
-        """Prints `text` once for the whole job."""
+        """Prints `text`, on worker 0 only."""
         if self.rank == 0:
             print(text, flush=True)
 
@@ -35,8 +35,8 @@ class Job:
 def join_job() -> Iterator[Job]:
     """Joins the workers that a launcher started (torchrun, `coarse run`; with COARSE imported, also mpirun and srun).
 
-    A script run by hand is a job of one worker. The process group is gone when the block ends, also when it
-    ends with an error.
+    A script started by hand is a job of one worker. The end of the block destroys the process group, also after
+    an error.
     """
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
@@ -49,7 +49,7 @@ def join_job() -> Iterator[Job]:
 
 
 def broadcast_text(text: str) -> str:
-    """Returns worker 0's `text` on every worker; collective. Sent as bytes, since pickles can run code."""
+    """Returns worker 0's `text` on every worker; collective. Sends bytes, because pickles can run code."""
     payload = torch.tensor(list(text.encode()), dtype=torch.uint8)
     length = torch.tensor([len(payload)])
     dist.broadcast(length, src=0)
@@ -60,12 +60,12 @@ def broadcast_text(text: str) -> str:
 
 
 class Progress:
-    """How far training has come, told by worker 0: a bar on a terminal, a line a second elsewhere.
+    """Training progress, shown by worker 0: a bar on a terminal, otherwise a line each second.
 
     Args:
-        job: The job; workers other than 0 stay silent.
-        steps: Number of `advance` calls expected of this worker, with those of earlier attempts.
-        done: Number of the latter.
+        job: The job; workers other than 0 print nothing.
+        steps: Expected number of this worker's `advance` calls, including those of earlier attempts.
+        done: Number of calls in earlier attempts.
     """
 
     def __init__(self, job: Job, *, steps: int, done: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""Trains the digits of torch_digits.py with Lightning; COARSE comes in by an import and the strategy's name.
+"""Trains the digits of torch_digits.py with Lightning; an import and the strategy's name add COARSE.
 
 How to run it: README.md.
 """

@@ -1,4 +1,4 @@
-"""What one worker measures while it trains, and how it is written down.
+"""Measures the training of one worker and writes the figures.
 
 Usage:
 
@@ -8,7 +8,7 @@ Usage:
             ...forward, backward, optimizer...
     recorder.write(model, lambda: loss_of(model(images), labels), accuracy=accuracy)
 
-The same code measures every strategy: nothing here knows which one wraps the model.
+The same code measures every strategy; it does not depend on the model's wrapper.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch.distributed as dist
 from job import Job
 
 STEPS_LEFT_OUT = 10  # the first steps allocate and warm caches, and no later step does
-CALIBRATION_ROUNDS = (3, 100)  # fewest and most
+CALIBRATION_ROUNDS = (3, 100)  # minimum and maximum
 CALIBRATION_S = 4.0
 
 
@@ -35,9 +35,9 @@ class Recorder:
     """Times the training steps of one worker and writes them as JSON.
 
     Args:
-        job: The job this worker belongs to.
-        report: Where to write. Worker r of a report `digits.json` writes `digits-r.json`. None: nothing is
-            written, and the calibration that `write` does first is left out.
+        job: This worker's job.
+        report: File to write. For a report `digits.json`, worker r writes `digits-r.json`. None: writes nothing,
+            and `write` skips its calibration.
     """
 
     def __init__(self, job: Job, report: Path | None) -> None:
@@ -49,7 +49,7 @@ class Recorder:
 
     @contextmanager
     def step(self, *, samples: int) -> Iterator[None]:
-        """Times its block as one training step over `samples` samples of this worker."""
+        """Times its block as one training step with `samples` samples of this worker."""
         began_at = time.perf_counter()
         yield
         self._ended_at.append(time.perf_counter())
@@ -59,10 +59,10 @@ class Recorder:
     def write(
         self, model: torch.nn.Module, compute_loss: Callable[[], torch.Tensor], **results: float
     ) -> None:
-        """Writes what was measured, `results` and a hash of the parameters; collective.
+        """Writes the measurements, `results` and a hash of the parameters; collective.
 
-        Call it last: it runs forward and backward passes of `compute_loss`, which leave the parameters as
-        they are, but neither gradients nor the running statistics of normalisation layers.
+        Call it last: it runs forward and backward passes of `compute_loss`. These do not change the parameters,
+        but they change gradients and the running statistics of normalisation layers.
         """
         if self._report is None:
             return
@@ -88,7 +88,7 @@ class Recorder:
         return min(STEPS_LEFT_OUT, len(self._step_s) // 2)
 
     def _samples_per_s(self) -> float:
-        """This worker's samples over wall time, loading of data included."""
+        """This worker's samples divided by wall time, including data loading."""
         first = max(self._first_counted, 1)
         if len(self._ended_at) <= first:
             return self._samples[-1] / self._step_s[-1]
@@ -98,9 +98,8 @@ class Recorder:
 def calibrate(model: torch.nn.Module, compute_loss: Callable[[], torch.Tensor]) -> tuple[float, float]:
     """Median milliseconds of a step with communication and of the same step without. Collective.
 
-    A step is forward, backward and the wait for the gradients. Both kinds are timed in turn, each from a
-    common start, so that neither gains from a quiet moment of the machine. The difference is the time that
-    communication blocks training.
+    A step is forward, backward and the wait for the gradients. Both kinds alternate, each from a common start,
+    so that changing load on the machine affects both. The difference is the blocked communication time.
     """
     rounds = _agreed_rounds(_timed_step(model, compute_loss, nullcontext()))
     synchronised: list[float] = []
@@ -113,7 +112,7 @@ def calibrate(model: torch.nn.Module, compute_loss: Callable[[], torch.Tensor]) 
 
 
 def _agreed_rounds(step_s: float) -> int:
-    """As many rounds as fit into the time, by the slowest worker's measure; the same on all workers."""
+    """Number of rounds that fit into the time on the slowest worker; the same on all workers."""
     slowest_s = torch.tensor(step_s)
     dist.all_reduce(slowest_s, op=dist.ReduceOp.MAX)
     fewest, most = CALIBRATION_ROUNDS
@@ -134,7 +133,7 @@ def _timed_step(
 
 
 def parameter_hash(model: torch.nn.Module) -> str:
-    """SHA-256 of all parameters and their names: equal on two workers if their models are, bit for bit."""
+    """SHA-256 of all parameters and their names: equal on two workers if their models are bitwise equal."""
     digest = hashlib.sha256()
     for name, parameter in getattr(model, "module", model).named_parameters():
         digest.update(name.encode())

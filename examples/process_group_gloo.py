@@ -1,4 +1,4 @@
-"""Trains a small network on handwritten digits with stock torch DDP; the backend is the one word that differs.
+"""Trains a small network on handwritten digits with stock torch DDP; only the backend's name differs.
 
 How to run it: README.md.
 """

@@ -1,4 +1,4 @@
-"""Trains the digits of torch_digits.py with Ray Train: workers are Ray's, gradients are averaged by memory devices.
+"""Trains the digits of torch_digits.py with Ray Train: Ray starts the workers, memory devices average gradients.
 
 How to run it: README.md.
 """
@@ -21,7 +21,7 @@ from torch_digits import accuracy_of, build_model, load_data, shifted
 
 
 def train(options: dict[str, Any]) -> None:
-    """What each of Ray's workers runs."""
+    """Runs in each of Ray's workers."""
     context = ray.train.get_context()
     torch.manual_seed(context.get_world_rank())
     train_data, test_data = load_data()

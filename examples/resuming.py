@@ -1,6 +1,6 @@
-"""What `--offload-optimizer` and `--checkpoint-every` add to a training loop: going on where it was cut off.
+"""The options `--offload-optimizer` and `--checkpoint-every`, with which an interrupted training loop can resume.
 
-Without these options, loops are the plain ones, nothing is saved, and COARSE is not imported.
+Without these options the loops are plain ones, nothing is saved, and COARSE is not imported.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options to a script's own."""
+    """Adds the options to a script's parser."""
     parser.add_argument(
         "--offload-optimizer",
         action="store_true",
@@ -32,7 +32,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def choose_optimizer(
     optimizer: torch.optim.Optimizer, model: torch.nn.Module, options: argparse.Namespace
 ) -> Any:
-    """`optimizer`, in the memory devices if that was asked for."""
+    """`optimizer`, moved into the memory devices if the options request it."""
     if not options.offload_optimizer:
         if options.checkpoint_every:
             raise SystemExit("error: --checkpoint-every needs --offload-optimizer here")
@@ -47,13 +47,13 @@ def choose_optimizer(
 
 
 class Resuming:
-    """The place in a training loop: that of memory devices that have outlived workers, or else of the newest
+    """The position in a training loop, restored from memory devices that outlived the workers, or from the newest
     checkpoint.
 
     Args:
-        model, optimizer: As they are trained; the optimizer as choose_optimizer() returned it.
-        schedule: Of the learning rate; its step() follows every step().
-        options: Of add_options().
+        model, optimizer: The model in training, and the optimizer from choose_optimizer().
+        schedule: The learning rate schedule; its step() follows every step() of the optimizer.
+        options: The options from add_options().
     """
 
     def __init__(self, model: Any, optimizer: Any, schedule: Any, options: argparse.Namespace) -> None:
@@ -81,19 +81,19 @@ class Resuming:
 
     @property
     def step(self) -> int:
-        """Number of steps that earlier attempts have taken."""
+        """Number of steps that earlier attempts completed."""
         return 0 if self._recovery is None else self._recovery.step
 
     def epochs(self, count: int) -> Iterable[int]:
-        """The epochs that are left of `count`."""
+        """The remaining epochs of `count`."""
         return range(count) if self._recovery is None else self._recovery.epochs(count)
 
     def batches(self, loader: Iterable[Any]) -> Iterable[Any]:
-        """The batches that are left of this epoch."""
+        """The remaining batches of this epoch."""
         return loader if self._recovery is None else self._recovery.batches(loader)
 
     def save(self) -> None:
-        """Saves if it is time; to be called directly after the optimizer's step()."""
+        """Saves if a save is due; call it directly after the optimizer's step()."""
         if self._checkpointer is not None:
             self._checkpointer.step()
 

@@ -18,7 +18,7 @@ from typing import Any
 
 
 class SquadFormatError(ValueError):
-    """A file is no SQuAD 1.1; the message names file, article, paragraph and question."""
+    """A file is not in SQuAD 1.1 format; the message names file, article, paragraph and question."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """A question about `context`, and what one or more readers answered; the first answer is trained."""
+    """A question about `context` with the answers of one or more readers; training uses the first one."""
 
     id: str
     text: str
@@ -43,8 +43,8 @@ def load_squad(path: Path) -> list[Question]:
     """Reads all questions of a SQuAD 1.1 file, in the order of the file.
 
     Raises:
-        SquadFormatError: If anything is missing, of another type or contradictory (an answer that is not
-            where it says it is, two questions of one id), or if there is no question at all.
+        SquadFormatError: If anything is missing, has a wrong type or is contradictory (an answer not at its
+            stated position, two questions with one id), or if the file has no questions.
         OSError: If the file cannot be read.
     """
     try:
@@ -109,7 +109,7 @@ def _field(entry: Any, name: str, kind: type, where: str) -> Any:
 
 
 def normalise(text: str) -> str:
-    """`text` as SQuAD compares it: lower case, no punctuation, no articles, single spaces."""
+    """`text` in the form that SQuAD compares: lower case, no punctuation, no articles, single spaces."""
     text = "".join(character for character in text.lower() if character not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
@@ -120,7 +120,7 @@ def exact_match(prediction: str, question: Question) -> float:
 
 
 def f1(prediction: str, question: Question) -> float:
-    """The best harmonic mean of precision and recall over words, taken over the answers, in 0..1."""
+    """Harmonic mean of precision and recall over words, for the best answer, in 0..1."""
     return max(_f1(normalise(prediction).split(), normalise(a.text).split()) for a in question.answers)
 
 

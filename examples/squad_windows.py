@@ -1,7 +1,7 @@
 """Questions as tokens: a vocabulary made from the data, windows over long contexts, and spans back to text.
 
-A window is what BERT reads: [CLS] question [SEP] part of the context [SEP]. A context that does not fit is
-read in several windows, whose beginnings are `stride` tokens apart.
+A window is an input of BERT: [CLS] question [SEP] part of the context [SEP]. A context that does not fit is split
+into several windows, whose starts are `stride` tokens apart.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ LONGEST_ANSWER = 30
 
 
 def train_tokenizer(questions: Sequence[Question], *, vocabulary: int) -> Tokenizer:
-    """A WordPiece tokenizer of at most `vocabulary` pieces, made from contexts and questions; lower case.
+    """A lower-case WordPiece tokenizer of at most `vocabulary` pieces, trained on contexts and questions.
 
-    The same questions always give the same tokenizer. The trainer alone does not promise that: it numbers the
-    letters in the order of a hash table and breaks ties by number. So the letters are numbered beforehand.
+    The same questions always give the same tokenizer. The trainer alone does not guarantee that: it numbers the
+    letters in the order of a hash table and breaks ties by number. Therefore the letters are numbered first.
     """
     texts = sorted({question.context for question in questions} | {question.text for question in questions})
     draft = _tokenizer(models.WordPiece(unk_token=UNKNOWN))
@@ -48,7 +48,7 @@ def _tokenizer(model: models.WordPiece) -> Tokenizer:
 
 
 class ContextTokens:
-    """The tokens of a context and the code points that each stands for. Immutable, shared by windows."""
+    """The tokens of a context and the code points of each token. Immutable, shared by windows."""
 
     def __init__(self, text: str, tokenizer: Tokenizer) -> None:
         encoding = tokenizer.encode(text, add_special_tokens=False)
@@ -75,8 +75,8 @@ class ContextTokens:
 class Window:
     """One question and the tokens [begin, end) of its context.
 
-    `start` and `stop` are the positions of the answer's first and last token in the window; both are 0, the
-    position of [CLS], if the answer does not lie in it.
+    `start` and `stop` are the positions of the answer's first and last token in the window. Both are 0, the
+    position of [CLS], if the window does not contain the answer.
     """
 
     question: int
@@ -89,7 +89,7 @@ class Window:
 
     @property
     def context_position(self) -> int:
-        """Where the context begins in the window: after [CLS], question and [SEP]."""
+        """Position of the context's first token in the window, after [CLS], question and [SEP]."""
         return len(self.question_ids) + 2
 
     def input_ids(self) -> list[int]:
@@ -102,7 +102,7 @@ def cut_windows(
     """All windows of all questions, in order; at least one for each question.
 
     Raises:
-        ValueError: If `stride` < 1, or `max_length` leaves no room for a context beside a question.
+        ValueError: If `stride` < 1, or `max_length` leaves no room for the context after a question.
     """
     if stride < 1:
         raise ValueError(f"a stride of {stride} tokens never ends; choose at least 1")

@@ -16,11 +16,11 @@ from sklearn.datasets import load_digits
 
 import coarse.tensorflow
 
-TEST_EVERY = 5  # of the pictures
+TEST_EVERY = 5  # every fifth picture is for testing
 
 
 class StepTimes(keras.callbacks.Callback):
-    """Measures steps; the first epoch, which traces, does not count."""
+    """Measures steps, except those of the first epoch, which traces."""
 
     def __init__(self) -> None:
         super().__init__()

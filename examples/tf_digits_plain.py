@@ -14,11 +14,11 @@ import numpy as np
 import tensorflow as tf
 from sklearn.datasets import load_digits
 
-TEST_EVERY = 5  # of the pictures
+TEST_EVERY = 5  # every fifth picture is for testing
 
 
 class StepTimes(keras.callbacks.Callback):
-    """Measures steps; the first epoch, which traces, does not count."""
+    """Measures steps, except those of the first epoch, which traces."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """Trains BERT, randomly initialised, to answer questions in the format of SQuAD 1.1.
 
-The questions are shared out among the workers, whose gradients are averaged in every step.
+The workers share the questions and average their gradients in every step.
 How to run it: README.md.
 """
 
@@ -55,7 +55,7 @@ def load_questions(path: Path) -> list[Question]:
 
 
 def build_model(arguments: argparse.Namespace) -> BertForQuestionAnswering:
-    """BERT of the published sizes, with the published vocabulary of 30,522 pieces (data may use fewer)."""
+    """BERT of the published sizes, with the published vocabulary of 30,522 pieces (the data may use fewer)."""
     size = SIZES[arguments.size]
     config = BertConfig(
         num_attention_heads=size["hidden_size"] // 64,
@@ -67,7 +67,7 @@ def build_model(arguments: argparse.Namespace) -> BertForQuestionAnswering:
 
 
 def build_tokenizer(questions: list[Question], job: Job) -> Tokenizer:
-    """One tokenizer for all workers, made by worker 0."""
+    """The tokenizer of all workers, made by worker 0."""
     made_here = (
         train_tokenizer(questions, vocabulary=BertConfig().vocab_size).to_str() if job.rank == 0 else ""
     )
@@ -105,7 +105,7 @@ def train(model: torch.nn.Module, windows: list[Window], arguments: argparse.Nam
 
 @torch.no_grad()
 def answers_of(model: torch.nn.Module, windows: list[Window], batch_size: int) -> dict[int, str]:
-    """The likeliest answer to each question that has a window here, by the question's index."""
+    """The most likely answer to each question with a window on this worker, by the question's index."""
     best: dict[int, tuple[float, str]] = {}
     model.eval()
     for first in range(0, len(windows), batch_size):
@@ -121,7 +121,7 @@ def answers_of(model: torch.nn.Module, windows: list[Window], batch_size: int) -
 def score(
     model: torch.nn.Module, questions: list[Question], windows: list[Window], batch: int, job: Job
 ) -> tuple[float, float]:
-    """Exact match and F1 in per cent, every worker answering its share of the questions."""
+    """Exact match and F1 in per cent; every worker answers its share of the questions."""
     share = [window for window in windows if window.question % job.world_size == job.rank]
     answers = answers_of(model, share, batch)
     totals = torch.tensor(
@@ -141,7 +141,7 @@ def main() -> None:
     questions = load_questions(arguments.data)
     scored = load_questions(arguments.eval_data) if arguments.eval_data else questions
     with join_job() as job:
-        torch.manual_seed(arguments.seed + job.rank)  # every worker drops out differently
+        torch.manual_seed(arguments.seed + job.rank)  # different dropout on every worker
         tokenizer = build_tokenizer(questions, job)
         lengths = {"max_length": arguments.max_length, "stride": arguments.doc_stride}
         windows = cut_windows(questions, tokenizer, **lengths)

@@ -1,6 +1,6 @@
 """Trains a convolutional network on the 1,797 handwritten digits that scikit-learn ships.
 
-The digits are shared out among the workers, whose gradients are averaged in every step.
+The workers share the digits and average their gradients in every step.
 How to run it: README.md.
 """
 
@@ -20,7 +20,7 @@ from job import Job, Progress, join_job
 from measure import Recorder
 
 TEST_FRACTION = 0.2
-SPLIT_SEED = 1797  # one split for all seeds of training, so that accuracies can be compared
+SPLIT_SEED = 1797  # the same split for all training seeds, to make accuracies comparable
 
 
 def read_arguments() -> argparse.Namespace:
@@ -66,7 +66,7 @@ def build_model() -> nn.Module:
 
 
 def shifted(images: torch.Tensor) -> torch.Tensor:
-    """The 8x8 images, each moved by up to one pixel along each axis: more digits than there are."""
+    """The 8x8 images, each moved by up to one pixel along each axis (data augmentation)."""
     windows = nn.functional.pad(images, (1, 1, 1, 1)).unfold(2, 8, 1).unfold(3, 8, 1)
     rows, columns = torch.randint(0, 3, (2, len(images)))
     return windows[torch.arange(len(images)), :, rows, columns]
@@ -107,7 +107,7 @@ def accuracy_of(model: nn.Module, data: TensorDataset) -> float:
 def main() -> None:
     arguments = read_arguments()
     with join_job() as job:
-        torch.manual_seed(arguments.seed + job.rank)  # every worker drops out and shifts differently
+        torch.manual_seed(arguments.seed + job.rank)  # different dropout and shifts on every worker
         train_data, test_data = load_data()
         model = build_model().to(arguments.device)
         model = coarse.torch.DistributedDataParallel(model)

@@ -1,6 +1,6 @@
-"""Trains a ResNet on pictures in folders, laid out as ImageNet is.
+"""Trains a ResNet on pictures in folders, in ImageNet's layout.
 
-The pictures are shared out among the workers, whose gradients are averaged in every step.
+The workers share the pictures and average their gradients in every step.
 How to run it: README.md.
 """
 
@@ -68,7 +68,7 @@ def build_model(arguments: argparse.Namespace, num_classes: int) -> nn.Module:
 
 
 def train(model: nn.Module, data: ImageFolder, arguments: argparse.Namespace, job: Job) -> Recorder:
-    """Trains for all epochs. `join` stands in for workers that have no batch left while others have one."""
+    """Trains for all epochs. `join` handles workers that have no batch left while others still have one."""
     shard = Shard(job, len(data), seed=arguments.seed)
     batches = DataLoader(data, arguments.batch, sampler=shard, num_workers=arguments.loaders)
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr)
@@ -89,7 +89,7 @@ def train(model: nn.Module, data: ImageFolder, arguments: argparse.Namespace, jo
 
 @torch.no_grad()
 def accuracy_of(model: nn.Module, data: ImageFolder, batch: int, job: Job) -> float:
-    """The share of pictures that are told right, every worker looking at its part of them."""
+    """The share of correctly classified pictures; every worker classifies its part."""
     model.eval()
     right = torch.zeros(())
     for pictures, labels in DataLoader(data, batch, sampler=range(job.rank, len(data), job.world_size)):
@@ -103,7 +103,7 @@ def main() -> None:
     arguments = read_arguments()
     size = arguments.image_size or (224 if arguments.data else 64)
     with join_job() as job, folder_of_pictures(arguments.data, job) as folder:
-        torch.manual_seed(arguments.seed + job.rank)  # every worker crops differently
+        torch.manual_seed(arguments.seed + job.rank)  # different crops on every worker
         train_data = open_folder(folder / "train", random_crop(size))
         val_data = open_folder(folder / "val", centre_crop(size))
         model = build_model(arguments, len(train_data.classes))

@@ -1,4 +1,4 @@
-"""Trains the BERT of torch_bert_squad.py with transformers.Trainer; COARSE comes in by one line.
+"""Trains the BERT of torch_bert_squad.py with transformers.Trainer; one line adds COARSE.
 
 How to run it: README.md.
 """

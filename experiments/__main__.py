@@ -27,7 +27,7 @@ from experiments.switch_over.run import EXPERIMENT as SWITCH_OVER
 
 EXPERIMENTS = (FIG08, FIG09, FIG10, FIG14, FIG15, FIG17, SWITCH_OVER)
 ON_DEMAND = (FIG16, RECOVERY)
-"""Only run where they are named: one needs a control group of its own, and both take longer than all others."""
+"""Run only if named: FIG16 needs its own control group, and both take longer than all others together."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(experiment: Experiment, is_quick: bool, results: Path | None) -> None:
-    """Runs one experiment. Prints a line at its start, at its end, and for each result that differs from the paper."""
+    """Runs one experiment. Prints a line at its start, at its end, and for each deviation from the paper."""
     print(f"{experiment.figure}: {experiment.name}", flush=True)
     options = Options(is_quick=is_quick, progress=_say)
     if results is not None:

@@ -22,7 +22,7 @@ PAPER_MACHINES = ("aws-g4dn", "aws-p3", "sdsc-p100")
 """In the order of the paper's Figure 15: T4, V100, P100."""
 
 ALL_MACHINES = (*PAPER_MACHINES, "host")
-"""With the machine at hand, of which the paper says nothing."""
+"""Includes this machine, for which the paper has no figures."""
 
 TABLE_BEGIN, TABLE_END = "<!-- results -->", "<!-- end of results -->"
 _TABLE_HEAD = "| figure | what is run here | expected by the paper | what came out | as expected | kind |"

@@ -18,15 +18,15 @@ from coarse.settings import Settings
 from coarse.tuning.measure import MeasurePlan, measure_profile
 
 HOST = "host"
-"""The machine at hand, with two workers and two memory devices."""
+"""This machine, with two workers and two memory devices."""
 
 HOST_PLAN = MeasurePlan(budget_s=3.0)
 
 EMULATED_PLAN = MeasurePlan(sizes=tuple(4096 << power for power in range(14)), budget_s=28.0)
-"""Up to 32 MiB: one repeat of all on aws-p3 takes 15 s, and small sizes need many, or latencies are noise."""
+"""Up to 32 MiB: one repeat of all on aws-p3 takes 15 s. Small sizes need many repeats for stable latencies."""
 
 TIME_DILATION = 20.0
-"""The host's wake-ups weigh so many times less, and its copies are hidden by the links' time."""
+"""Reduces the weight of the host's wake-ups by this factor; its copies hide behind the links' time."""
 
 
 @cache

@@ -1,4 +1,4 @@
-"""What all tests share, however they were started."""
+"""Shared by all tests, independent of how they were started."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from hypothesis import settings
 from second_tries import may_try_again
 
-# A busy machine is no fault of an example.
+# A slow example on a busy machine is not a fault.
 settings.register_profile("coarse", deadline=None, max_examples=40)
 settings.register_profile("thorough", deadline=None, max_examples=200)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "coarse"))
@@ -26,7 +26,7 @@ _CUDA_STAND_INS = {
 
 
 def pytest_configure():
-    # A shell ignores signals for what it starts in the background, and so would all that the tests start.
+    # A shell makes its background processes ignore signals; processes that the tests start would inherit that.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
@@ -34,7 +34,7 @@ def pytest_configure():
 
 
 def pytest_collection_modifyitems(config, items):
-    """Where failures are tried again, those are not that no second try can excuse."""
+    """If failed tests run again, excludes those whose failure a second try cannot excuse."""
     if not (reruns := config.getoption("reruns", None)):
         return
     for item in items:
@@ -42,7 +42,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Tells why tests failed that passed when they were run once more; pytest tells that of failures alone."""
+    """Reports why tests failed that passed on the second run; pytest reports only final failures."""
     passed = {report.nodeid for report in terminalreporter.getreports("passed")}
     for report in terminalreporter.getreports("rerun"):
         if report.nodeid in passed:
@@ -52,7 +52,7 @@ def pytest_terminal_summary(terminalreporter):
 
 @pytest.fixture(autouse=True, scope="session")
 def told_crashes():
-    """Has every Python process that crashes say where."""
+    """Makes every Python process that crashes print its stack."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONFAULTHANDLER", "1")
         yield
@@ -60,7 +60,7 @@ def told_crashes():
 
 @pytest.fixture(autouse=True, scope="session")
 def own_cache(tmp_path_factory):
-    """A cache folder of the tests' own, so that no profile of this host decides what a test does."""
+    """A separate cache folder for the tests, so that no cached profile of this host affects them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
@@ -68,7 +68,7 @@ def own_cache(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def cuda_stand_ins(tmp_path_factory):
-    """A folder with CUDA's driver, its compiler and NCCL as stood in for by tests/native, for LD_LIBRARY_PATH."""
+    """A folder with the stand-ins of tests/native for CUDA's driver, its compiler and NCCL, for LD_LIBRARY_PATH."""
     compiler = os.environ.get("CXX", "c++").split()
     if shutil.which(compiler[0]) is None:
         pytest.skip(f"{compiler[0]} is missing, which compiles the stand-ins for CUDA")

@@ -1,4 +1,4 @@
-"""Runs tests/gpu/replica_script.py in attempts, in each of which a memory device is lost but in the last one."""
+"""Runs tests/gpu/replica_script.py in attempts. All attempts except the last one lose a memory device."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ LIMIT_S = 300
 def train_in_attempts(
     folder: Path, memory_devices: str, place: str, deaths: Sequence[str], environment: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Returns what the workers of the last attempt had come to, all alike.
+    """Returns the result of the last attempt's workers, which must be equal.
 
     Args:
-        folder: For whatever the job writes.
-        memory_devices: As of COARSE_MEMORY_DEVICES.
-        place: Of the workers' tensors: the number of a GPU, or "host".
-        deaths: What ends each attempt but the last one, as the script takes it.
-        environment: More of the workers' variables.
+        folder: Folder for the job's files.
+        memory_devices: As in COARSE_MEMORY_DEVICES.
+        place: Place of the workers' tensors: the number of a GPU, or "host".
+        deaths: The death that ends each attempt except the last one, as the script's arguments.
+        environment: Further variables of the workers.
     """
     for attempt, death in enumerate((*deaths, "")):
         arguments = [str(folder), str(attempt), place, *death.split(maxsplit=3)]
@@ -40,14 +40,14 @@ def train_in_attempts(
 def _run_workers(
     folder: Path, memory_devices: str, arguments: Sequence[str], environment: Mapping[str, str]
 ) -> tuple[list[Any], str]:
-    """What each worker printed, and the errors of all."""
+    """The output of each worker, and the errors of all."""
     variables = {
         "WORLD_SIZE": str(WORKERS),
         "LOCAL_WORLD_SIZE": str(WORKERS),
         "COARSE_MEMORY_DEVICES": memory_devices,
         "TMPDIR": str(folder),
     }
-    # Into files: memory devices that are kept have the workers' pipes open.
+    # Output goes to files, because persistent memory devices keep the workers' pipes open.
     printed = [folder / f"worker{rank}.out" for rank in range(WORKERS)]
     errors = [folder / f"worker{rank}.err" for rank in range(WORKERS)]
     workers = []

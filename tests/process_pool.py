@@ -1,6 +1,6 @@
 """Processes that stay alive over many scenarios, because importing torch takes seconds.
 
-No fixed ports, no sleeps; every wait has a deadline, and what does not answer is killed.
+No fixed ports, no sleeps. Every wait has a deadline; a process that does not answer is killed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from second_tries import name_exit
 
-START_TIMEOUT_S = 300.0  # something may have to be compiled
+START_TIMEOUT_S = 300.0  # includes time for compiling
 SCENARIO_TIMEOUT_S = 200.0
 
 
@@ -30,19 +30,19 @@ class ScenarioError(AssertionError):
 class ProcessPool:
     """One process for each rank of a job, started at the first scenario.
 
-    A process is started with the pool's arguments, a path for their rendezvous, and the number of a pipe by which it
-    answers: once when it is ready, then each request, by ("result", value) or ("error", traceback). None ends it.
-    It can import what lies beside this file.
+    A process receives the pool's arguments, a path for the rendezvous, and the number of a pipe for its answers. It
+    answers once when it is ready and then to each request, with ("result", value) or ("error", traceback). The
+    request None ends it. It can import modules from this file's folder.
 
-    All are ended when a scenario fails, and killed when it does not answer in time; the next scenario starts new
-    ones, so that a second try has nothing of the first.
+    When a scenario fails, all processes are ended, or killed if they do not answer in time. The next scenario starts
+    new ones, so that a second try is independent of the first.
 
     Args:
-        name: For messages.
-        script: What each process runs.
-        arguments: For it.
+        name: Name for messages.
+        script: The script of each process.
+        arguments: Arguments of the script.
         environments: One for each process.
-        is_peer: Whether the processes run a peer's code alone, whose crashes as it ends are not this project's.
+        is_peer: Whether the processes run only a peer's code. Its crashes at exit are not this project's faults.
     """
 
     def __init__(
@@ -63,17 +63,17 @@ class ProcessPool:
         self._directory: tempfile.TemporaryDirectory[str] | None = None
 
     def request(self, what: Any) -> None:
-        """Sends the same to all processes."""
+        """Sends the same request to all processes."""
         if not self._processes:
             self._start()
         for connection in self._connections:
             connection.send(what)
 
     def collect(self, ranks: Sequence[int] | None = None) -> list[Any]:
-        """What the scenario returned in `ranks`, or in all, by rank.
+        """Results of the scenario in `ranks`, or in all ranks, by rank.
 
         Raises:
-            ScenarioError: If it raised in one of them, or did not end in time.
+            ScenarioError: If it raised an error in one of them, or did not end in time.
         """
         replies = self._receive(SCENARIO_TIMEOUT_S, ranks)
         errors = [
@@ -87,7 +87,7 @@ class ProcessPool:
         return [value for _, value in replies.values()]
 
     def dismiss(self) -> None:
-        """Tells the processes to end, and does not wait for that."""
+        """Requests the processes to end, without waiting."""
         for connection in self._connections:
             with contextlib.suppress(OSError):
                 connection.send(None)
@@ -96,7 +96,7 @@ class ProcessPool:
         """Ends the processes; kills those that do not end by themselves. Idempotent.
 
         Raises:
-            ScenarioError: If one crashed as it ended.
+            ScenarioError: If one crashed at exit.
         """
         self.dismiss()
         ends = self._stop(timeout_s=20.0)
@@ -138,7 +138,7 @@ class ProcessPool:
         return replies
 
     def _stop(self, *, timeout_s: float) -> list[tuple[str, str]]:
-        """Ends the processes; returns how each ended, and the last it printed."""
+        """Ends the processes; returns how each ended, and its last output."""
         deadline = time.monotonic() + timeout_s
         ends = []
         for rank, process in enumerate(self._processes):

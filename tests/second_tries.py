@@ -1,4 +1,4 @@
-"""Which failures `.ci/run` may try a second time: those of time on a busy machine, no crash and no wrong result."""
+"""Failures that `.ci/run` may retry: exceeded times on a busy machine, but no crash and no wrong result."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _COMPARES_RESULTS = re.compile(
 
 
 def may_try_again(error: BaseException | None) -> bool:
-    """Whether a test that failed with `error` may pass for good when it is run once more.
+    """Whether a test that failed with `error` counts as passed if a second run passes.
 
-    It may not where a process crashed, a sanitizer reported something, or results were compared and differ: these
-    are faults however seldom they come.
+    Not if a process crashed, a sanitizer reported an error, or compared results differ: these are faults even if
+    they are rare.
     """
     if error is None:
         return True
@@ -38,7 +38,7 @@ def may_try_again(error: BaseException | None) -> bool:
 
 
 def name_exit(code: int) -> str:
-    """An exit code as a message should give it: "ended with 3", "crashed with SIGSEGV"."""
+    """An exit code as text for messages: "ended with 3", "crashed with SIGSEGV"."""
     if code >= 0:
         return f"ended with {code}"
     name = signal.Signals(-code).name
@@ -46,7 +46,7 @@ def name_exit(code: int) -> str:
 
 
 def _failed_statement(error: BaseException) -> str:
-    """The statement of a test that raised `error`; "" if none of this folder's did."""
+    """The test statement that raised `error`; "" if no statement in this folder did."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)

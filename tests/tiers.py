@@ -1,4 +1,4 @@
-"""Which variants of a test run in every `make test`, and which are slow ones (`make test-all`)."""
+"""Divides variants of a test into those of every `make test` and slow ones (`make test-all`)."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import pytest
 from _pytest.mark.structures import ParameterSet
 
 IS_THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
-"""Whether tests that could go on for long do so."""
+"""Whether tests of adjustable length run for long."""
 
 
 def slow_but_for(quick: Collection[str], names: Iterable[str]) -> list[ParameterSet]:
-    """`names` as parameters, all slow but those that are in `quick`.
+    """`names` as parameters, marked slow except those in `quick`.
 
     Raises:
-        ValueError: If one of `quick` is none of `names`.
+        ValueError: If `quick` contains a name that is not in `names`.
     """
     names = list(names)
     if unknown := sorted(set(quick) - set(names)):

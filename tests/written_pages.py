@@ -1,4 +1,4 @@
-"""Whether this kernel tells which pages a process has written, as a worker's own view of parameters needs."""
+"""Whether this kernel reports the pages that a process has written; private writes need this."""
 
 from __future__ import annotations
 

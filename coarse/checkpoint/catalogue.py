@@ -78,14 +78,14 @@ def find_newest(parent: Folder, progress: Progress = lambda done, total: None) -
         return checkpoint
     if reasons:
         raise CheckpointError(
-            f"none of the checkpoints in {parent.path} is whole ({'; '.join(reasons)}). Repair or remove them to "
-            "start from scratch."
+            f"none of the checkpoints in {parent.path} is complete ({'; '.join(reasons)}). Repair or remove "
+            "them to start from scratch."
         )
     hint = read_hint(parent)
     if hint is not None:
         raise CheckpointError(
-            f"{parent.path / LATEST_NAME} says that there is {hint}, but the folder has no checkpoint; bring it "
-            "back, or remove that file to start from scratch"
+            f"{parent.path / LATEST_NAME} names {hint}, but the folder has no checkpoint; restore it, or "
+            "remove that file to start from scratch"
         )
     return None
 
@@ -175,7 +175,7 @@ def superseded(parent: Folder, *, keep: int) -> list[CheckpointName]:
         ValueError: If `keep` is below 1.
     """
     if keep < 1:
-        raise ValueError(f"at least one checkpoint is kept, not {keep}")
+        raise ValueError(f"keep must be at least 1, not {keep}")
     whole = [listed for listed in list_checkpoints(parent) if listed.manifest is not None]
     return [listed.name for listed in whole[:-keep] if not listed.is_pinned]
 
@@ -216,4 +216,4 @@ def _look_at(parent: Folder, name: CheckpointName) -> Listed:
 def _check_hint(parent: Folder, found: CheckpointName) -> None:
     hint = read_hint(parent)
     if hint is not None and hint > found:
-        logger.warning("%s says %s, but the newest checkpoint that is whole is %s", LATEST_NAME, hint, found)
+        logger.warning("%s names %s, but the newest complete checkpoint is %s", LATEST_NAME, hint, found)

@@ -58,8 +58,8 @@ class DueSaves:
         self._is_asked, self._waiting = False, None
         if skipped and last_began is not None:
             logger.warning(
-                "[step %d] %s skipped: the save of step %d took %d steps, with every=%d. With every=%d or more each "
-                "has the time to be written",
+                "[step %d] %s skipped: the save of step %d took %d steps, with every=%d. With every=%d or "
+                "more, each save has the time to finish",
                 step,
                 _named(skipped),
                 last_began,

@@ -34,7 +34,7 @@ def export_safetensors(
     done, total = 0, sum(tensor.nbytes for tensor in tensors)
     with Folder.open(path.parent, create=True) as folder:
         if folder.has(path.name):
-            raise CheckpointError(f"{path} is there already, and is not overwritten")
+            raise CheckpointError(f"{path} already exists and is not overwritten")
         unfinished = f"{path.name}.tmp"
         folder.remove(unfinished)
         try:

@@ -34,8 +34,8 @@ def check_name(name: str) -> str:
     """
     if not _NAME.fullmatch(name):
         raise CheckpointError(
-            f"{name!r} is no name of a checkpoint's file: letters, digits, dots, underscores and hyphens, so that it "
-            "cannot lead out of the folder"
+            f"{name!r} is not a valid name of a checkpoint's file: use letters, digits, dots, underscores and "
+            "hyphens only, so that it cannot point outside the folder"
         )
     return name
 
@@ -158,7 +158,7 @@ class Folder:
             raise CheckpointError(f"{self.path / name}: {_what_is_wrong(error)}") from None
         try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise CheckpointError(f"{self.path / name}: is no regular file")
+                raise CheckpointError(f"{self.path / name}: is not a regular file")
             if past_cache:
                 _go_past_cache(descriptor)
             yield descriptor
@@ -175,7 +175,7 @@ class Folder:
             size = os.fstat(descriptor).st_size
             if size > limit_bytes:
                 raise CheckpointError(
-                    f"{self.path / name}: {size} bytes, more than the {limit_bytes} it may have"
+                    f"{self.path / name}: {size} bytes, more than the allowed {limit_bytes}"
                 )
             with open(descriptor, "rb", closefd=False) as file:
                 return file.read(limit_bytes)
@@ -256,7 +256,7 @@ class Folder:
                 for inner in folder.names():
                     if folder.is_folder(inner):
                         raise CheckpointError(
-                            f"{folder.path / inner}: a folder that no checkpoint has; not removed"
+                            f"{folder.path / inner}: a folder that does not belong to a checkpoint; not removed"
                         )
                     folder._unlink(inner)
             self._observe("remove", name)
@@ -381,8 +381,8 @@ def _what_is_wrong(error: OSError) -> str:
     if error.errno == errno.ENOENT:
         return "is missing"
     if error.errno == errno.ELOOP:
-        return "is a symbolic link, which no checkpoint has"
-    return "is not what a checkpoint has there"
+        return "is a symbolic link, which checkpoints never contain"
+    return "is not the expected kind of file"
 
 
 def _make(place: Path, observe: Observer) -> None:

@@ -100,8 +100,8 @@ class Manifest:
         for file in self.files:
             if len(file.crc32c) != -(-file.num_bytes // self.chunk_bytes):
                 raise CheckpointError(
-                    f"{file.name} of {file.num_bytes} bytes has {len(file.crc32c)} checksums of "
-                    f"{self.chunk_bytes} bytes each"
+                    f"{file.name} of {file.num_bytes} bytes has {len(file.crc32c)} checksums for chunks of "
+                    f"{self.chunk_bytes} bytes"
                 )
 
     @property
@@ -148,14 +148,14 @@ class Manifest:
         try:
             envelope = json.loads(data)
         except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"its manifest is no JSON: {error}") from None
+            raise CheckpointError(f"its manifest is not JSON: {error}") from None
         if not isinstance(envelope, dict) or envelope.get("format") != FORMAT:
-            raise CheckpointError(f"its manifest does not say that it is a {FORMAT}")
+            raise CheckpointError(f"its manifest does not have the format {FORMAT}")
         version = envelope.get("format_version")
         if type(version) is int and version > FORMAT_VERSION:
             raise CheckpointError(
-                f"it has format version {version}, and this version of coarse reads up to {FORMAT_VERSION}; load it "
-                "with the version that wrote it, or a newer one"
+                f"it has format version {version}, but this version of coarse reads versions up to "
+                f"{FORMAT_VERSION}; load it with the version that wrote it or a newer one"
             )
         try:
             body = envelope["checkpoint"]
@@ -164,7 +164,7 @@ class Manifest:
             manifest = cls(**_fields_of(body))
             # A flipped bit that changes no value also counts as damage.
             if manifest.encode() != data:
-                raise CheckpointError("its manifest is damaged: it is not as it was written")
+                raise CheckpointError("its manifest is damaged: it differs from the one written")
             return manifest
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise CheckpointError(f"its manifest is wrong: {error!r}") from None
@@ -182,7 +182,7 @@ def _fields_of(body: dict[str, Any]) -> dict[str, Any]:
         raise CheckpointError(f"its manifest has the fields {sorted(body)} instead of {sorted(known)}")
     for name in ("created", "coarse_version", "schema_sha256"):
         if not isinstance(body[name], str):
-            raise CheckpointError(f"its manifest's {name} is no text")
+            raise CheckpointError(f"its manifest's {name} is not a string")
     files = tuple(FileEntry(**{**file, "crc32c": tuple(file["crc32c"])}) for file in body["files"])
     return {**body, "files": files, "state_files": tuple(body["state_files"])}
 

@@ -64,10 +64,10 @@ class Mismatch:
 
     def __str__(self) -> str:
         parts = [f"missing: {_shortened(self.missing)}"] if self.missing else []
-        parts += [f"not wanted: {_shortened(self.extra)}"] if self.extra else []
+        parts += [f"unexpected: {_shortened(self.extra)}"] if self.extra else []
         parts += [
-            "of another shape or dtype: "
-            + _shortened([f"{w.name} is {_kind(f)}, wanted is {_kind(w)}" for w, f in self.different])
+            "different shape or dtype: "
+            + _shortened([f"{w.name} is {_kind(f)}, expected {_kind(w)}" for w, f in self.different])
         ] * bool(self.different)
         return "; ".join(parts)
 
@@ -238,7 +238,7 @@ def open_checkpoint(parent: Folder, name: CheckpointName) -> Checkpoint:
         except CheckpointError as error:
             raise CheckpointError(f"{folder.path}: {error}") from None
         if manifest.step != name.step:
-            raise CheckpointError(f"{folder.path} was renamed: its manifest is that of step {manifest.step}")
+            raise CheckpointError(f"{folder.path} was renamed: its manifest belongs to step {manifest.step}")
         for file in manifest.files:
             found = folder.size_of(file.name)
             if found != file.num_bytes:
@@ -251,7 +251,7 @@ def open_checkpoint(parent: Folder, name: CheckpointName) -> Checkpoint:
             sum(map(len, places.values())) != manifest.num_tensors
             or schema_hash(checkpoint.tensors) != manifest.schema_sha256
         ):
-            raise CheckpointError(f"{folder.path}: its tensors are not those that its manifest vouches for")
+            raise CheckpointError(f"{folder.path}: its tensors do not match its manifest")
         return checkpoint
     except BaseException:
         folder.close()

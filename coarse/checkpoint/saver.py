@@ -151,7 +151,7 @@ class Saver:
 
     def __init__(self, parent: Folder, *, keep: int = 3, most_failures: int = 3) -> None:
         if keep < 1 or most_failures < 1:
-            raise ValueError(f"keep={keep} and most_failures={most_failures} start at 1")
+            raise ValueError(f"keep={keep} and most_failures={most_failures} must be at least 1")
         self._parent = parent
         self._keep = keep
         self._most_failures = most_failures
@@ -189,7 +189,7 @@ class Saver:
         if self.is_busy:
             writing.close()
             self.count_skipped(1)
-            logger.warning("[step %d] no checkpoint: the one before is still being written", writing.step)
+            logger.warning("[step %d] no checkpoint: the previous one is still being written", writing.step)
             return False
         self._run(lambda: self._save(writing, own_state))
         return True
@@ -216,8 +216,8 @@ class Saver:
         if self.has_given_up:
             raise CheckpointError(
                 f"{counts.num_failed_in_row} saves in a row to {self._parent.path} have failed; the last one: "
-                f"{counts.last_error}. Training would be lost with the next fault; make room, or choose another "
-                "folder."
+                f"{counts.last_error}. The next fault would lose the training; free disk space, or choose "
+                "another folder."
             )
 
     def wait(self) -> None:

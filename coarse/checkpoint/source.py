@@ -64,8 +64,8 @@ class SavedTensor:
             raise ValueError("a tensor of a checkpoint needs a name")
         if self.dtype not in DTYPE_BYTES:
             raise ValueError(
-                f"tensor {self.name!r}: dtype {self.dtype!r} is none of {', '.join(DTYPE_BYTES)}, which safetensors "
-                "files can hold"
+                f"tensor {self.name!r}: dtype {self.dtype!r} is not one that safetensors files can hold: "
+                f"{', '.join(DTYPE_BYTES)}"
             )
         if any(length < 0 for length in self.shape):
             raise ValueError(f"tensor {self.name!r}: shape {self.shape} has a negative length")
@@ -137,7 +137,7 @@ class ArraySource:
 def _bytes_of(array: npt.NDArray[Any], tensor: SavedTensor) -> memoryview:
     if array.nbytes != tensor.nbytes or not array.flags.c_contiguous:
         raise ValueError(
-            f"tensor {tensor.name!r} needs {tensor.nbytes} bytes in a row; its array has {array.nbytes} and is "
-            f"{'' if array.flags.c_contiguous else 'not '}contiguous"
+            f"tensor {tensor.name!r} needs {tensor.nbytes} contiguous bytes; its array has {array.nbytes} and "
+            f"is {'' if array.flags.c_contiguous else 'not '}contiguous"
         )
     return array.reshape(-1).view(np.uint8).data

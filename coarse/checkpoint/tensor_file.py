@@ -105,7 +105,9 @@ def read_header(read: Any, file_size: int) -> list[TensorPlace]:
         places.append(TensorPlace(tensor=tensor, offset=data_start + begin))
         expected = end
     if data_start + expected != file_size:
-        raise CheckpointError(f"its tensors end at {data_start + expected}, the file at {file_size}")
+        raise CheckpointError(
+            f"its tensors end at byte {data_start + expected}, but the file ends at {file_size}"
+        )
     return places
 
 
@@ -115,5 +117,5 @@ def _placed(name: str, entry: Any) -> tuple[int, int, SavedTensor]:
     begin, end = entry["data_offsets"]
     lengths = entry["shape"]
     if not all(type(number) is int for number in (begin, end, *lengths)):
-        raise ValueError(f"tensor {name!r} has a length that is no whole number")
+        raise ValueError(f"tensor {name!r} has a length that is not a whole number")
     return begin, end, SavedTensor(name=name, dtype=entry["dtype"], shape=tuple(lengths))

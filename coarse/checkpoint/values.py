@@ -90,8 +90,8 @@ def to_json(value: Any, *, translate: Translate = lambda value: value, path: str
     if isinstance(value, SmallTensor):
         return {"$tensor": [value.dtype, list(value.shape), _text(value.data)]}
     raise CheckpointError(
-        f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold; give it "
-        "as numbers, strings, bytes, lists, tuples, dictionaries or tensors"
+        f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold; "
+        "convert it to numbers, strings, bytes, lists, tuples, dictionaries or tensors"
     )
 
 
@@ -140,17 +140,17 @@ def _from_json(value: Any, translate: Translate, level: int) -> Any:
     if kind == "$tensor":
         dtype, shape, data = contents
         if dtype not in DTYPE_BYTES:
-            raise ValueError(f"no dtype {dtype!r}")
+            raise ValueError(f"unknown dtype {dtype!r}")
         return translate(SmallTensor(dtype=dtype, shape=_lengths(shape), data=_bytes(data)))
-    raise ValueError(f"no kind of value {kind!r}")
+    raise ValueError(f"unknown kind of value {kind!r}")
 
 
 def _array(dtype: str, shape: Any, data: str) -> Any:
     lengths = _lengths(shape)
     if not _PLAIN_DTYPE.fullmatch(dtype) or not _has_plain_elements(kind := np.dtype(dtype)):
-        raise ValueError(f"no array {dtype[:80]!r}")
+        raise ValueError(f"unknown array dtype {dtype[:80]!r}")
     if min(lengths, default=0) < 0:
-        raise ValueError(f"no array of shape {lengths}")
+        raise ValueError(f"impossible array shape {lengths}")
     array = np.frombuffer(_bytes(data), dtype=kind).reshape(lengths).copy()
     return array if lengths else array[()]
 
@@ -162,7 +162,7 @@ def _lengths(shape: Any) -> tuple[int, ...]:
         ValueError: If it is anything else.
     """
     if not isinstance(shape, list) or any(type(length) is not int for length in shape):
-        raise ValueError(f"{str(shape)[:80]} is no shape: a list of whole numbers")
+        raise ValueError(f"{str(shape)[:80]} is not a shape: a list of whole numbers")
     return tuple(shape)
 
 

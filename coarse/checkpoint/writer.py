@@ -142,7 +142,7 @@ def write_worker_state(parent: Folder, *, step: int, save_number: int, rank: int
     if len(contents) > _LONGEST_STATE_BYTES:
         raise CheckpointError(
             f"worker {rank}: its own state takes {len(contents)} bytes, more than {_LONGEST_STATE_BYTES}; it "
-            "is meant for generators and positions, tensors belong to the model"
+            "is meant for random generators and data positions; tensors belong in the model"
         )
     with parent.enter(CheckpointName(step).temporary, create=True) as folder:
         folder.replace(state_file_name(rank), contents)
@@ -284,16 +284,17 @@ class _Writer:
             self._check_stop()
             if time.monotonic() >= deadline:
                 raise CheckpointError(
-                    f"{folder.path / name} did not come within {self._options.state_timeout_s:.0f} s: either that "
-                    "worker did not save at this step too, or the folder is not on a file system that all nodes share"
+                    f"{folder.path / name} did not appear within {self._options.state_timeout_s:.0f} s: either "
+                    "that worker did not save at this step, or the folder is not on a file system that all "
+                    "nodes share"
                 )
             time.sleep(_POLL_INTERVAL_S)
 
     def _check_stop(self) -> None:
         if self._should_stop():
             raise SaveCancelledError(
-                f"the save of step {self._name.step} was stopped with {self._done_bytes} of {self._total_bytes} "
-                "bytes written; nothing of it remains"
+                f"the save of step {self._name.step} was stopped with {self._done_bytes} of "
+                f"{self._total_bytes} bytes written; no part of it is kept"
             )
 
 

@@ -106,7 +106,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
     with _open(arguments) as folder:
         names = [_name(text) for text in arguments.checkpoints] or names_of(folder)
         if not names:
-            raise CheckpointError(f"{arguments.folder} has no checkpoints")
+            raise CheckpointError(f"{arguments.folder} contains no checkpoints")
         for name in names:
             reason, by = "", "CRC32C"
             try:
@@ -156,9 +156,7 @@ def run_prune(arguments: argparse.Namespace) -> int:
         look = arguments.dry_run
         claim = Claim(folder)
         if arguments.unfinished and not look and not claim.take():
-            raise FolderClaimedError(
-                f"a job saves to {folder.path}, so that what is unfinished may be its own"
-            )
+            raise FolderClaimedError(f"a job saves to {folder.path}, so unfinished saves may be its own")
         gone = [str(n) for n in (superseded if look else prune)(folder, keep=arguments.keep)]
         if arguments.unfinished:
             gone += (unfinished_in if look else remove_unfinished)(folder)
@@ -205,7 +203,7 @@ def _open_checkpoint(folder: Folder, name: str | None) -> Checkpoint:
         return open_checkpoint(folder, _name(name))
     whole = [each.name for each in list_checkpoints(folder) if each.manifest is not None]
     if not whole:
-        raise CheckpointError(f"{folder.path} has no checkpoint that is whole; see `coarse checkpoint list`")
+        raise CheckpointError(f"{folder.path} has no complete checkpoint; see `coarse checkpoint list`")
     return open_checkpoint(folder, whole[-1])
 
 
@@ -214,7 +212,7 @@ def _name(text: str) -> CheckpointName:
 
     name = CheckpointName.parse(text) or CheckpointName.parse(f"step-{text}")
     if name is None:
-        raise CheckpointError(f"{text!r} is no name of a checkpoint; write step-N, or N")
+        raise CheckpointError(f"{text!r} is not the name of a checkpoint; write step-N, or N")
     return name
 
 

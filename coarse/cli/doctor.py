@@ -363,7 +363,7 @@ def _nearest_node(gpu: Gpu) -> str:
 def _gpus_not_seen(num_seen: int, note: str, has_cuda: bool) -> list[Finding]:
     topic, name = "devices", "GPU"
     if num_seen or has_cuda:
-        advice = "without NVML workers are paired with memory devices by their numbers alone"
+        advice = "without NVML, workers are paired with memory devices only by their numbers"
         return [Finding(topic=topic, name=name, value=note, status=NOTE, advice=advice)] if note else []
     return [Finding(topic=topic, name=name, value=note or "none")]
 

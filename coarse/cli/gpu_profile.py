@@ -30,7 +30,7 @@ def run(json_file: Path | None) -> int:
     except (CoarseError, ValueError) as error:
         print(f"coarse profile: topology of GPUs: {error}", file=sys.stderr)
     if is_nvlink_disabled():
-        print("NVLink is disabled in the driver (NVreg_NvLinkDisable=1): GPUs have PCIe alone")
+        print("NVLink is disabled in the driver (NVreg_NvLinkDisable=1): GPUs have only PCIe")
     try:
         links = _measure(len(uuids))
     except _native.CudaError as error:

@@ -186,7 +186,7 @@ def _attend(supervisor: int, handled: Collection[signal.Signals], shutdown_timeo
     if code < 0 and deadline is None:
         print(
             f"coarse run: its supervisor (pid {supervisor}) was killed by {signal_name(-code)}, as the kernel does "
-            "where memory runs out; the job is ended with it",
+            "when memory runs out; the job ends with it",
             file=sys.stderr,
         )
     return code if code >= 0 else 128 - code

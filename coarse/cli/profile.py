@@ -160,7 +160,8 @@ def _profile_gpus(arguments: argparse.Namespace) -> int:
     given = [f"--{name.replace('_', '-')}" for name in _NOT_OF_GPUS if getattr(arguments, name)]
     if given:
         print(
-            f"coarse profile: --gpus measures all GPUs of this machine, and {', '.join(given)} does not go with it",
+            "coarse profile: --gpus measures all GPUs of this machine, and cannot be combined with "
+            f"{', '.join(given)}",
             file=sys.stderr,
         )
         return _EXIT_USAGE

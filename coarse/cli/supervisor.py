@@ -398,7 +398,7 @@ class Supervisor:
         if self._unread is None:
             return f"stopped by {signal_name(self._interrupted_by)}"
         if isinstance(self._unread, BrokenPipeError):
-            return "stopped, because nobody reads the output any more"
+            return "stopped, because nothing reads the output any more"
         return f"stopped, because the output cannot be written: {self._unread.strerror}"
 
     def _say(self, text: str) -> None:

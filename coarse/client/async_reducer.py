@@ -209,7 +209,7 @@ class AsyncReducer:
 
 def _mapped(memory: TensorBytes) -> memoryview[Any]:
     if not isinstance(memory, memoryview):
-        raise ValueError("parameters lie on a GPU, where only its own processes see them")
+        raise ValueError("parameters lie on a GPU; this process cannot map their memory")
     return memory
 
 

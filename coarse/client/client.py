@@ -256,7 +256,9 @@ class Client:
             except CoarseError as error:
                 if not routes or not is_refusal(error):
                     raise
-                what = f"{schema.name}: memory devices refuse the routes of its tensors, which get simpler"
+                what = (
+                    f"{schema.name}: memory devices refuse the routes of its tensors; trying simpler routes"
+                )
                 logger.warning("%s: %s", what, error)
         return self._register(replace(schema, routes=()), gpu, memory)
 
@@ -324,7 +326,7 @@ class Client:
         if not self.table.is_on_gpus or gpu:
             return ""
         place = self.table.devices[HOME_DEVICE].memory.place
-        return f"the parameters would lie on cuda:{place}, and the model is in the host's memory"
+        return f"the parameters would lie on cuda:{place}, but the model is in the host's memory"
 
     def open_node_barrier(self, name: str, most_numbers: int) -> NodeBarrier:
         """Opens a node barrier; every worker must call it with the same arguments.
@@ -419,7 +421,12 @@ class Client:
         """
         self._check_usable()
         if max(table.lat_proxy, table.bw_proxy) >= self.table.num_devices:
-            raise ValueError(f"{table} names more than the {self.table.num_devices} memory devices there are")
+            raise ValueError(
+
+                    f"{table} names a memory device that does not exist; the session has "
+                    f"{self.table.num_devices}"
+
+            )
         self._routing = table
         self._groups.route(table)
 
@@ -454,8 +461,8 @@ class Client:
             return
         if status == _native.WaitStatus.FORKED:
             raise ForkedSessionError(
-                f"worker {self.rank}: the session was opened by process {self._pid} and is used in its fork "
-                f"{os.getpid()}. Load data there, train here; or start the process with the spawn method."
+                f"worker {self.rank}: the session was opened by process {self._pid} but is used in its fork "
+                f"{os.getpid()}. Use the fork only to load data, or start the process with the spawn method."
             )
         if status == _native.WaitStatus.TIMED_OUT:
             waited_s = timeout_s or self.timeout_s
@@ -508,17 +515,17 @@ class Client:
         if not late:
             return ""
         elsewhere = [
-            f"{self.names[client]} waits itself for {awaited}"
+            f"{self.names[client]} is itself waiting for {awaited}"
             for client in late
             if (awaited := next(filter(None, (group.awaited_by(client) for group in self._groups)), ""))
         ]
         if elsewhere:
             return (
-                f". {'; '.join(elsewhere)}, which worker {self.rank} has not pushed: workers are at different "
-                f"places. If the data of one ended sooner, {_EQUAL_DATA}"
+                f". {'; '.join(elsewhere)}, which worker {self.rank} has not pushed: the workers are at "
+                f"different points of the training. If one of them ran out of data first, {_EQUAL_DATA}"
             )
         names = " and ".join(self.names[client] for client in late)
-        return f". See what {names} does (py-spy dump); if its data has ended sooner, {_EQUAL_DATA}"
+        return f". Inspect {names} (py-spy dump); if it ran out of data first, {_EQUAL_DATA}"
 
     def _tell_late(self, waited_s: float) -> None:
         """Logs the workers that this worker waits for, in the waiting thread."""

@@ -98,8 +98,8 @@ class DeviceConnection:
             self._channel.receive()
         except TimeoutError:
             raise RendezvousError(
-                f"memory device md{self.device} of an earlier run of this job still serves workers; end that run, or "
-                "give the job another name (torchrun --rdzv-id) or port"
+                f"memory device md{self.device} of an earlier run of this job still serves workers. End that "
+                "run, or give this job another name (torchrun --rdzv-id) or port"
             ) from None
         except (EOFError, OSError):
             return
@@ -213,8 +213,8 @@ def collect_replies(
             if not ready and time.monotonic() >= deadline:
                 silent = [f"md{c.device}" for c in connections if c.device not in replies]
                 raise SyncTimeoutError(
-                    f"{what}: no answer from {', '.join(silent)} within {timeout_s:.1f} s. All workers have to make "
-                    "this call; one that does not, or is not here yet, holds up all others."
+                    f"{what}: no answer from {', '.join(silent)} within {timeout_s:.1f} s. All workers must "
+                    "make this call; one that has not made it blocks all others."
                 )
             for key, _ in ready:
                 answering: DeviceConnection = key.data

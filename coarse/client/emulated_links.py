@@ -68,7 +68,7 @@ class EmulatedLinks:
 
     def _read(self, read: Callable[[int], _Read]) -> _Read:
         if self._emulation is None:
-            raise ValueError("only an emulated session writes its transfers down; set COARSE_MACHINE")
+            raise ValueError("only an emulated session records its transfers; set COARSE_MACHINE")
         self._connection.send({"type": "transfers"})
         reply = self._requests.wait_for(self._connection, "transfers", "the log of transfers")
         try:

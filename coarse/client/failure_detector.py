@@ -114,7 +114,7 @@ class FailureDetector:
             return WorkerLostError(f"worker {self._rank}: {told}{self._on_gpu()}")
         if isinstance(told, ExplainedLossError):
             return MemoryDeviceLostError(f"worker {self._rank}: {told}{self._on_gpu()}")
-        return told or MemoryDeviceLostError(f"worker {self._rank}: the memory devices gave the session up")
+        return told or MemoryDeviceLostError(f"worker {self._rank}: the memory devices ended the session")
 
     def _ended(self, connection: DeviceConnection) -> MemoryDeviceLostError:
         self._tell_others(connection.device, is_silent=False)
@@ -139,7 +139,7 @@ class FailureDetector:
         )
 
     def _on_gpu(self) -> str:
-        return " Parameters on a GPU are those of no step." if self._has_gpu_tensors() else ""
+        return " Parameters on a GPU belong to no single step." if self._has_gpu_tensors() else ""
 
 
 def _complaint(connection: DeviceConnection) -> CoarseError | None:

@@ -112,19 +112,20 @@ class NodeAgreement:
                 pass
             if has_left:
                 raise WorkerLostError(
-                    f"worker(s) {leader} closed the session while others still register {name}. "
-                    "Wrap the same models on every worker."
+                    f"worker(s) {leader} closed the session while others still register {name}. Wrap the "
+                    "same models on every worker."
                 )
             has_left = leader in departed()  # it has published its registrations before leaving
             if time.monotonic() >= deadline:
                 raise SyncTimeoutError(
-                    f"worker {self._rank}: registering {name}: {self._nodes.describe(node)} has not done so within "
-                    f"{self._timeout_s:.1f} s. A worker that has not reached this point holds up all others."
+                    f"worker {self._rank}: registering {name}: {self._nodes.describe(node)} has not registered "
+                    f"it within {self._timeout_s:.1f} s. A worker that has not reached this point blocks all "
+                    "others."
                 )
 
     def _tell_late(self, waited_s: float, node: int, name: str) -> None:
         logger.warning(
-            "[w%d] has waited %.0f s for %s to register %s; gives up after %g s (COARSE_TIMEOUT_S). All workers have "
-            "to make this call",
+            "[w%d] has waited %.0f s for %s to register %s; gives up after %g s (COARSE_TIMEOUT_S). All "
+            "workers must make this call",
             *(self._rank, waited_s, self._nodes.describe(node), name, self._timeout_s),
         )

@@ -155,8 +155,8 @@ class RegisteredGroups:
         def tell(message: Message) -> None:
             late = " and ".join(client.names[each] for each in message["clients"])
             logger.warning(
-                "[w%d] has waited %.0f s for %s to register %s; gives up after %g s (COARSE_TIMEOUT_S). All workers "
-                "have to make this call",
+                "[w%d] has waited %.0f s for %s to register %s; gives up after %g s (COARSE_TIMEOUT_S). All "
+                "workers must make this call",
                 *(client.rank, notice.waited_s, late or "the memory devices", schema.name, client.timeout_s),
             )
 

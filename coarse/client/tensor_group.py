@@ -215,9 +215,7 @@ class TensorGroup:
         if self._slots is None:
             raise self._closed_error()
         if self.specs[index].row_elements:
-            raise ValueError(
-                f"{self.specs[index].name!r} of {self.name} is a table: what is pushed are its rows"
-            )
+            raise ValueError(f"{self.specs[index].name!r} of {self.name} is a table; push its rows instead")
         start = self._offsets[index]
         return self._slots[start : start + self.specs[index].nbytes]
 
@@ -261,7 +259,7 @@ class TensorGroup:
             publishes: As for PrivateWrites.
         """
         lengths = [spec.nbytes for spec in self.specs]
-        meeting = self._client.open_node_barrier(f"what is written to {self.name}", 2)
+        meeting = self._client.open_node_barrier(f"the values written to {self.name}", 2)
         self._own_parameters = self._memory_kept().open_own_parameters(lengths, meeting, publishes=publishes)
         return self._own_parameters
 
@@ -318,7 +316,7 @@ class TensorGroup:
             raise ProtocolError(overwritten_counter(self.name, said, self._client.ranks))
         if number == 0:
             raise SnapshotsBusyError(
-                f"{self.name}: {_native.MOST_SNAPSHOTS} snapshots are held already; release one of them first"
+                f"{self.name}: {_native.MOST_SNAPSHOTS} snapshots are already held, the maximum; release one first"
             )
         return Snapshot(self._client, self.id, number)
 
@@ -415,8 +413,8 @@ class TensorGroup:
             raise self._closed_error()
         if self._own_path is not None and index in self._own_shards.values():
             raise ValueError(
-                f"{self.name}: the workers reduce {self.specs[index].name!r} themselves, which ends with pull_all(); "
-                "set COARSE_DUAL_SYNC=off to pull tensors one by one"
+                f"{self.name}: the workers reduce {self.specs[index].name!r} themselves, and only pull_all() "
+                "returns the result; set COARSE_DUAL_SYNC=off to pull tensors one by one"
             )
         self._pulls_singly = True
         status = self._native.pull(self.id, index, destination, self._client.timeout_s)
@@ -498,7 +496,7 @@ class TensorGroup:
             ValueError: If cannot_use_own_path() returns a reason, or open_node_barrier() was not called.
         """
         if reason := self.cannot_use_own_path():
-            raise ValueError(f"{self.name}: workers cannot reduce themselves: {reason}")
+            raise ValueError(f"{self.name}: workers cannot reduce its tensors themselves: {reason}")
         if ways and self._own_path is None and self._client.emulation is None:
             self._own_path = HostDirectAllReduce(self._native, self.id, self.num_workers, self.meeting)
         shards = self._schema.partition().shards
@@ -509,11 +507,11 @@ class TensorGroup:
     def needs_memory_devices(self) -> str:
         """Work of the memory devices for this group besides reducing tensors, in words; "" for none."""
         if self._client.emulation is not None:
-            return "its links are those of another machine"
+            return "its links are emulated"
         if self._kept is not None:
             return "memory devices update its parameters"
         if self._rows is not None:
-            return "it has tables, of which only rows travel"
+            return "it has tables, and workers send only some of their rows"
         return ""
 
     def open_node_barrier(self) -> None:
@@ -528,7 +526,7 @@ class TensorGroup:
             ValueError: Before open_node_barrier().
         """
         if self._meeting is None:
-            raise ValueError(f"{self.name} has no meeting")
+            raise ValueError(f"{self.name}: open_node_barrier() was not called")
         return self._meeting
 
     @property
@@ -544,15 +542,15 @@ class TensorGroup:
     def cannot_use_own_path(self) -> str:
         """Why direct all-reduce cannot reduce tensors of this group; "" if it can."""
         if self.gpu is not None:
-            return "they are in the memory of a GPU"
+            return "its tensors are in the memory of a GPU"
         if self._client.emulation is not None:
             return ""
         if not self._schema.is_open:
-            return "they do not see each other's slots of it"
+            return "they cannot access each other's slots of this group"
         if self._rows is not None:
-            return "it has tables, of which only rows travel"
+            return "it has tables, and workers send only some of their rows"
         if self._pulls_singly:
-            return "its tensors are pulled one by one, and not all together at the end of a step"
+            return "its tensors are pulled one by one, not all together at the end of a step"
         return ""
 
     @property
@@ -638,7 +636,7 @@ class TensorGroup:
         """Up to three pushed tensors without a result, and the workers that have not pushed them."""
         late = [index for index in range(len(self.specs)) if self.is_late(index)]
         if not late:
-            return f"tensors of {self.name}, which the workers reduce themselves by NCCL"
+            return f"tensors of {self.name}, which the workers reduce themselves with NCCL"
         waits = "; ".join(map(self._describe_wait, late[:3]))
         return waits + (f"; and {len(late) - 3} more tensors" if len(late) > 3 else "")
 
@@ -647,7 +645,9 @@ class TensorGroup:
         missing = [ranks[client] for client in self._native.missing_clients(self.id, index)]
         if self._client.rank in missing:
             device = self._client.describe_device(self.routing.bw_proxy)
-            whom = f"pushed, but not taken by memory device {device}; is that process stopped?"
+            whom = (
+                f"pushed, but not processed by memory device {device}; check whether that process is stopped"
+            )
         elif missing:
             whom = f"not pushed by worker(s) {', '.join(map(str, missing))}"
         else:

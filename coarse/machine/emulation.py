@@ -41,7 +41,7 @@ class Emulation:
             for path in row:
                 if path is not None and len(path.buckets) > MOST_BUCKETS_PER_PATH:
                     raise ValueError(
-                        f"machine {self.links.machine}: a path takes {len(path.buckets)} buckets, at most "
+                        f"machine {self.links.machine}: a path takes {len(path.buckets)} buckets, but at most "
                         f"{MOST_BUCKETS_PER_PATH} can be emulated"
                     )
 

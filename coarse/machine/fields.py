@@ -23,4 +23,4 @@ def check_distinct(field: str, values: Iterable[object], what: str) -> None:
     """Raises a FieldError if `values` contains a duplicate."""
     for value, count in Counter(values).items():
         if count > 1:
-            raise FieldError(field, f"{what} {value} is named twice")
+            raise FieldError(field, f"{what} {value} appears twice")

@@ -88,7 +88,7 @@ class GpuTopology:
         numbers = range(len(self.gpus))
         for what, table in (("distances", self.distances), ("nvlinks", self.nvlinks)):
             if [len(row) for row in table] != [len(self.gpus)] * len(self.gpus):
-                raise ValueError(f"{what} are no square of {len(self.gpus)} GPUs")
+                raise ValueError(f"{what} are not a square matrix for {len(self.gpus)} GPUs")
             for one in numbers:
                 for other in numbers:
                     if table[one][other] != table[other][one]:
@@ -103,7 +103,7 @@ class GpuTopology:
         for number, gpu in enumerate(self.gpus):
             if gpu.uuid == uuid:
                 return number
-        raise ValueError(f"NVML knows no GPU {uuid}")
+        raise ValueError(f"NVML has no GPU {uuid}")
 
 
 def pair_gpus(
@@ -126,7 +126,7 @@ def pair_gpus(
     """
     for gpu in (*workers, *devices):
         if not 0 <= gpu < len(topology.gpus):
-            raise ValueError(f"GPU {gpu} is none of the {len(topology.gpus)} GPUs of this machine")
+            raise ValueError(f"GPU {gpu} is not one of the {len(topology.gpus)} GPUs of this machine")
     return pair_nearest(
         [[topology.distances[gpu][device] for device in devices] for gpu in workers], len(devices)
     )
@@ -149,7 +149,7 @@ def pair_nearest(distances: Sequence[Sequence[int]], num_devices: int) -> tuple[
         ValueError: If `num_devices` is 0.
     """
     if num_devices < 1:
-        raise ValueError("workers need a memory device at least")
+        raise ValueError("workers need at least one memory device")
     pairs = sorted(
         (distance, rank, device) for rank, row in enumerate(distances) for device, distance in enumerate(row)
     )
@@ -231,7 +231,10 @@ def workers_of_nodes(
         place = topology.gpus[topology.find(uuid)]
         if place.numa_node is None or device not in distances.get(place.numa_node, {}):
             raise ValueError(
-                f"the system does not say how far {place.name} ({place.bus_id}) is from NUMA node {device}"
+
+                    f"the system does not report the distance between {place.name} ({place.bus_id}) and NUMA node "
+                    f"{device}"
+
             )
         return distances[place.numa_node][device]
 
@@ -251,7 +254,7 @@ def read_gpu_topology(root: Path = Path("/")) -> GpuTopology:
         import pynvml
     except ImportError:
         raise CoarseError(
-            "nvidia-ml-py is not installed (pip install 'coarse[gpu]'): GPUs cannot be seen"
+            "nvidia-ml-py is not installed (pip install 'coarse[gpu]'): GPUs cannot be detected"
         ) from None
     try:
         pynvml.nvmlInit()

@@ -482,7 +482,7 @@ def read_gpus(root: Path = _ROOT) -> tuple[tuple[Gpu, ...], str]:
     try:
         import pynvml
     except ImportError:
-        return (), "nvidia-ml-py is not installed (pip install 'coarse[gpu]'): GPUs cannot be seen"
+        return (), "nvidia-ml-py is not installed (pip install 'coarse[gpu]'): GPUs cannot be detected"
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:

@@ -52,7 +52,7 @@ class Path:
         if not (self.latency_us >= 0 and math.isfinite(self.latency_us)):
             raise ValueError(f"a latency of {self.latency_us} us is negative or not finite")
         if not self.buckets or len(set(self.buckets)) < len(self.buckets):
-            raise ValueError(f"buckets {list(self.buckets)} are none, or name one twice")
+            raise ValueError(f"buckets {list(self.buckets)} must be distinct and not empty")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,7 @@ class LinkTable:
     def __post_init__(self) -> None:
         if min(self.num_workers, self.num_devices) < 1:
             raise ValueError(
-                f"{self.num_workers} workers and {self.num_devices} memory devices: one of each at least"
+                f"{self.num_workers} workers and {self.num_devices} memory devices: at least one of each is needed"
             )
         names = [bucket.name for bucket in self.buckets]
         twice = sorted({name for name in names if names.count(name) > 1})
@@ -89,7 +89,7 @@ class LinkTable:
             raise ValueError(f"two buckets are named {twice[0]!r}")
         endpoints = self.num_endpoints
         if len(self.paths) != endpoints or any(len(row) != endpoints for row in self.paths):
-            raise ValueError(f"paths must be a square of {endpoints} endpoints")
+            raise ValueError(f"paths must be a square matrix for {endpoints} endpoints")
         for source, row in enumerate(self.paths):
             for target, path in enumerate(row):
                 self._check_path(source, target, path)
@@ -97,10 +97,13 @@ class LinkTable:
     def _check_path(self, source: int, target: int, path: Path | None) -> None:
         where = f"path from {self.endpoint_name(source)} to {self.endpoint_name(target)}"
         if (path is None) != (source == target):
-            raise ValueError(f"{where}: paths lead from each endpoint to every other one, and to no other")
+            raise ValueError(f"{where}: each endpoint needs a path to every other one, and none to itself")
         if path is not None and not all(0 <= index < len(self.buckets) for index in path.buckets):
             raise ValueError(
-                f"{where}: buckets {list(path.buckets)} are not all among the {len(self.buckets)} there are"
+
+                    f"{where}: buckets {list(path.buckets)} are not all among the {len(self.buckets)} buckets of "
+                    "the table"
+
             )
 
     @property
@@ -115,7 +118,7 @@ class LinkTable:
             ValueError: If the worker does not exist.
         """
         if not 0 <= worker < self.num_workers:
-            raise ValueError(f"worker {worker} is none of the {self.num_workers} workers")
+            raise ValueError(f"worker {worker} is not one of the {self.num_workers} workers")
         return worker
 
     def device(self, device: int) -> int:
@@ -125,7 +128,7 @@ class LinkTable:
             ValueError: If the memory device does not exist.
         """
         if not 0 <= device < self.num_devices:
-            raise ValueError(f"memory device {device} is none of the {self.num_devices} memory devices")
+            raise ValueError(f"memory device {device} is not one of the {self.num_devices} memory devices")
         return self.num_workers + device
 
     def endpoint_name(self, endpoint: int) -> str:
@@ -140,7 +143,7 @@ class LinkTable:
         """
         if not (0 <= source < self.num_endpoints and 0 <= target < self.num_endpoints):
             raise ValueError(
-                f"no path from endpoint {source} to {target}: there are {self.num_endpoints} endpoints"
+                f"no path from endpoint {source} to {target}: the table has {self.num_endpoints} endpoints"
             )
         path = self.paths[source][target]
         if path is None:

@@ -39,26 +39,26 @@ class MemoryName:
 
     def __post_init__(self) -> None:
         if self.kind not in DEVICE_KINDS:
-            raise FieldError("kind", f"kind {self.kind!r} is none of {', '.join(DEVICE_KINDS)}")
+            raise FieldError("kind", f"kind {self.kind!r} must be one of {', '.join(DEVICE_KINDS)}")
         key = PLACE_KEYS[self.kind]
         if self.kind == "host" and self.place:
-            raise FieldError("kind", f"memory of kind host is one, there is no {self.place!r} of it")
+            raise FieldError("kind", f"memory of kind host takes no place, but got {self.place!r}")
         if self.kind == "numa" and not self.place.isdecimal():
             raise FieldError(
                 key,
-                f"{key} {self.place!r} is no number of a NUMA node; write one such as numa:2, or node = 2 in a "
-                "partition table",
+                f"{key} {self.place!r} is not the number of a NUMA node; write numa:2, for example, or node = "
+                "2 in a partition table",
             )
         if self.kind == "cuda" and not self.place.isdecimal():
             raise FieldError(
                 key,
-                f"{key} {self.place!r} is no ordinal of a GPU; write one such as cuda:4, or "
+                f"{key} {self.place!r} is not the ordinal of a GPU; write cuda:4, for example, or "
                 'device = "cuda:4" in a partition table',
             )
         if self.kind == "dax" and not self.place.startswith("/"):
             raise FieldError(
                 key,
-                f"{key} {self.place!r} is no path from / on of a DAX device; write one such as /dev/dax0.0",
+                f"{key} {self.place!r} is not an absolute path of a DAX device; write /dev/dax0.0, for example",
             )
         object.__setattr__(self, "place", self._usual_place())
 
@@ -90,5 +90,5 @@ def parse_memory_devices(text: str) -> int | tuple[MemoryName, ...]:
     if text.strip().lstrip("+-").isdecimal():
         return int(text)
     if not text.strip():
-        raise ValueError("there is no memory device in it")
+        raise ValueError("it names no memory device")
     return tuple(map(MemoryName.parse, text.split(",")))

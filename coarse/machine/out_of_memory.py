@@ -24,12 +24,13 @@ class OutOfMemoryWatch:
         if in_group > self._before[0]:
             limit = read_memory(self._root).cgroup_limit_bytes or 0
             return (
-                f"the kernel has killed processes of this control group, which may have {limit / 2**20:.0f} MiB of "
-                "memory and ran out: use fewer workers on this node, a smaller model or batch, or raise the limit"
+                "the kernel killed processes of this control group, which reached its memory limit of "
+                f"{limit / 2**20:.0f} MiB: use fewer workers on this node, a smaller model or batch, or raise "
+                "the limit"
             )
         if on_machine > self._before[1]:
             return (
-                "the kernel has killed processes of this machine, which ran out of memory: use fewer workers on this "
-                "node, or a smaller model or batch"
+                "the kernel killed processes because this machine ran out of memory: use fewer workers on "
+                "this node, or a smaller model or batch"
             )
         return ""

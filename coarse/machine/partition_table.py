@@ -66,8 +66,8 @@ class PartitionTable:
         if self.is_on_gpus and any(device.memory.kind != "cuda" for device in self.devices):
             raise FieldError(
                 "memory_device",
-                f"some memory devices are on GPUs, others are not: {', '.join(self.memories)}. Tensors can lie in "
-                "one kind of memory only",
+                f"some memory devices are on GPUs, others are not: {', '.join(self.memories)}. All must be on "
+                "GPUs, or none",
             )
 
     def _check_workers(self) -> None:
@@ -124,8 +124,8 @@ class PartitionTable:
             if device.memory.kind == "dax" and owner != number:
                 raise FieldError(
                     f"memory_device.{number}.path",
-                    f"memory devices {owner} and {number} both have {device.memory.place}, which is for one alone; "
-                    "give all its workers to one memory device",
+                    f"memory devices {owner} and {number} both use {device.memory.place}, which only one can "
+                    "use; give all its workers to one memory device",
                 )
 
     @property
@@ -235,7 +235,7 @@ def choose_partition_table(
     table = PartitionTable.load(path)
     if table.num_workers != num_workers:
         raise ValueError(
-            f"partition table {path} is for {table.num_workers} workers, this job has {num_workers} on this node"
+            f"partition table {path} is for {table.num_workers} workers, but this job has {num_workers} on this node"
         )
     return table
 
@@ -248,7 +248,7 @@ def _table(document: TomlDocument) -> PartitionTable:
         raise document.error((found,), f"expected [[memory_device]] sections, found {found}")
     worker_gpus = document.values.get("worker_gpus", [])
     if not _is_list_of_numbers(worker_gpus):
-        raise document.error(("worker_gpus",), f"worker_gpus={worker_gpus!r} is no list of GPUs")
+        raise document.error(("worker_gpus",), f"worker_gpus={worker_gpus!r} is not a list of GPUs")
     devices = tuple(_entry(document, number, section) for number, section in enumerate(sections))
     try:
         return PartitionTable(devices=devices, worker_gpus=tuple(worker_gpus))
@@ -262,9 +262,9 @@ def _entry(document: TomlDocument, number: int, section: Any) -> MemoryDeviceEnt
         raise document.error(key, f"{where}: expected `workers` and `kind` or `gpu`, found {section!r}")
     workers, gpu = section.get("workers", []), section.get("gpu")
     if not _is_list_of_numbers(workers):
-        raise document.error((*key, "workers"), f"{where}: workers={workers!r} is no list of local ranks")
+        raise document.error((*key, "workers"), f"{where}: workers={workers!r} is not a list of local ranks")
     if gpu is not None and not _is_list_of_numbers([gpu]):
-        raise document.error((*key, "gpu"), f"{where}: gpu={gpu!r} is no number of a GPU")
+        raise document.error((*key, "gpu"), f"{where}: gpu={gpu!r} is not the number of a GPU")
     try:
         return MemoryDeviceEntry(memory=_memory(section), workers=tuple(workers), gpu=gpu)
     except FieldError as error:
@@ -294,7 +294,7 @@ def _place(key: str, value: Any) -> str:
     else:
         is_fit = isinstance(value, str) and (key != "device" or value.startswith(_GPU))
     if not is_fit:
-        raise FieldError(key, f"found {key}={value!r}, expected one such as {_EXAMPLES[key]}")
+        raise FieldError(key, f"found {key}={value!r}, expected a value such as {_EXAMPLES[key]}")
     return str(value).removeprefix(_GPU) if key == "device" else str(value)
 
 

@@ -16,7 +16,7 @@ def normal_bus_id(bus_id: str | bytes) -> str:
     text = bus_id.decode() if isinstance(bus_id, bytes) else bus_id
     domain, _, rest = text.lower().partition(":")
     if not rest:
-        raise ValueError(f"{bus_id!r} is no PCI bus id, such as 0000:17:00.0")
+        raise ValueError(f"{bus_id!r} is not a PCI bus id such as 0000:17:00.0")
     return f"{int(domain, 16):04x}:{rest}"
 
 

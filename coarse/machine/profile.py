@@ -56,13 +56,13 @@ class Figure:
             or not isinstance(self.value, int | float)
             or not math.isfinite(self.value)
         ):
-            raise FieldError("value", f"value {self.value!r} is no finite number")
+            raise FieldError("value", f"value {self.value!r} is not a finite number")
         if self.value < 0:
             raise FieldError("value", f"value {self.value:g} is negative")
         if not isinstance(self.source, str) or not self.source.strip():
             raise FieldError("source", "source is empty: say where the number comes from")
         if self.kind not in KINDS:
-            raise FieldError("kind", f"kind {self.kind!r} is none of {', '.join(KINDS)}")
+            raise FieldError("kind", f"kind {self.kind!r} must be one of {', '.join(KINDS)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +90,10 @@ class Link:
 
     def __post_init__(self) -> None:
         if self.read_gbytes_per_s is not None and self.scope != "endpoint":
-            raise FieldError("read_gbytes_per_s", "only a link of scope 'endpoint' tells reads from writes")
+            raise FieldError(
+                "read_gbytes_per_s",
+                ("only a link of scope 'endpoint' can have separate values for reads and writes"),
+            )
         _check_bandwidths(self.gbytes_per_s, self.duplex_gbytes_per_s, self.read_gbytes_per_s)
 
 
@@ -115,9 +118,9 @@ class PathClass:
 
     def __post_init__(self) -> None:
         if self.gbytes_per_s is None and not self.over:
-            raise FieldError("over", "a path needs gbytes_per_s, or links that it leads over")
+            raise FieldError("over", "a path needs gbytes_per_s, or the links that it uses")
         if self.gbytes_per_s is None and self.duplex_gbytes_per_s is not None:
-            raise FieldError("duplex_gbytes_per_s", "duplex_gbytes_per_s needs gbytes_per_s beside it")
+            raise FieldError("duplex_gbytes_per_s", "duplex_gbytes_per_s needs gbytes_per_s too")
         _check_bandwidths(self.gbytes_per_s, self.duplex_gbytes_per_s)
         check_distinct("over", self.over, "link")
 
@@ -141,7 +144,7 @@ class DirectLink:
         if len(self.between) != 2 or self.between[0] == self.between[1]:
             raise FieldError("between", f"between {list(self.between)} does not name two GPUs")
         if self.path.over:
-            raise FieldError("over", "a direct link leads over no other links")
+            raise FieldError("over", "a direct link cannot use other links")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +168,7 @@ class Topology:
 
     def __post_init__(self) -> None:
         if self.kind not in PATHS:
-            raise FieldError("kind", f"kind {self.kind!r} is none of {', '.join(PATHS)}")
+            raise FieldError("kind", f"kind {self.kind!r} must be one of {', '.join(PATHS)}")
         if self.kind == EXPANDERS:
             for name in ("gpu", "switches", "sockets"):
                 if getattr(self, name):
@@ -177,7 +180,7 @@ class Topology:
         _check_numbering("sockets", switches, "switch")
         if len(switches) != len(self.switches):
             raise FieldError(
-                "sockets", f"sockets name {len(switches)} switches, there are {len(self.switches)}"
+                "sockets", f"sockets name {len(switches)} switches, but the machine has {len(self.switches)}"
             )
 
     @property
@@ -231,13 +234,13 @@ class Machine:
         for link in self.links:
             if link.scope not in SCOPES[kind]:
                 expected = ", ".join(SCOPES[kind])
-                raise FieldError(f"link.{link.name}.scope", f"scope {link.scope!r} is none of {expected}")
+                raise FieldError(f"link.{link.name}.scope", f"scope {link.scope!r} must be one of {expected}")
         for name in PATHS[kind]:
             if name not in self.paths and name not in OPTIONAL_PATHS:
                 raise FieldError("path", f"path.{name} is missing")
         for name, path in self.paths.items():
             if name not in PATHS[kind]:
-                raise FieldError(f"path.{name}", f"path {name!r} is none of {', '.join(PATHS[kind])}")
+                raise FieldError(f"path.{name}", f"path {name!r} must be one of {', '.join(PATHS[kind])}")
             for link_name in path.over:
                 if link_name not in names:
                     known = ", ".join(sorted(names)) or "none"
@@ -252,7 +255,7 @@ class Machine:
             where = f"direct_link.{number}.between"
             for gpu in link.between:
                 if not 0 <= gpu < self.topology.num_gpus:
-                    raise FieldError(where, f"GPU {gpu} is none of the {self.topology.num_gpus} GPUs")
+                    raise FieldError(where, f"GPU {gpu} is not one of the {self.topology.num_gpus} GPUs")
             if frozenset(link.between) in seen:
                 raise FieldError(
                     where, f"a second direct link between GPUs {link.between[0]} and {link.between[1]}"
@@ -264,7 +267,7 @@ def _check_bandwidths(one_way: Figure | None, duplex: Figure | None, read: Figur
     named = (("gbytes_per_s", one_way), ("duplex_gbytes_per_s", duplex), ("read_gbytes_per_s", read))
     for name, figure in named:
         if figure is not None and figure.value == 0:
-            raise FieldError(name, "a bandwidth of 0 GB/s moves nothing")
+            raise FieldError(name, "a bandwidth must be above 0 GB/s")
     if one_way is None or duplex is None:
         return
     alone = (one_way.value, one_way.value if read is None else read.value)
@@ -272,7 +275,7 @@ def _check_bandwidths(one_way: Figure | None, duplex: Figure | None, read: Figur
         most = "twice that" if read is None else f"both ({sum(alone):g})"
         raise FieldError(
             "duplex_gbytes_per_s",
-            f"both directions together ({duplex.value:g} GB/s) must get at least what one gets alone "
+            f"both directions together ({duplex.value:g} GB/s) must reach at least the faster single direction "
             f"({max(alone):g}) and at most {most}",
         )
 
@@ -283,4 +286,4 @@ def _check_numbering(name: str, numbers: list[int], what: str) -> None:
     check_distinct(name, numbers, what)
     missing = sorted(set(range(len(numbers))) - set(numbers))
     if missing:
-        raise FieldError(name, f"{what} {missing[0]} is missing: they are numbered from 0 on without gaps")
+        raise FieldError(name, f"{what} {missing[0]} is missing: they are numbered from 0 without gaps")

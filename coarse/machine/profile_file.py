@@ -65,7 +65,7 @@ class _Section:
             raise self.error(error.field, str(error)) from None
 
     def text(self, name: str) -> str:
-        return self._typed(name, str, "a text")
+        return self._typed(name, str, "a string")
 
     def optional_text(self, name: str) -> str:
         return self.text(name) if name in self._values else ""
@@ -82,7 +82,7 @@ class _Section:
     def texts(self, name: str) -> tuple[str, ...]:
         texts = self._values.get(name, [])
         if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-            raise self.error(name, f"{name} must be a list of texts, not {texts!r}")
+            raise self.error(name, f"{name} must be a list of strings, not {texts!r}")
         return tuple(texts)
 
     def figure(self, name: str) -> Figure:
@@ -172,7 +172,7 @@ def _direct_link(section: _Section) -> DirectLink:
 def _whole_numbers(values: list[Any], error: Callable[[str], ValueError]) -> tuple[int, ...]:
     for value in values:
         if type(value) is not int or value < 0:
-            raise error(f"{value!r} is no whole number from 0 on")
+            raise error(f"{value!r} is not a whole number of at least 0")
     return tuple(values)
 
 

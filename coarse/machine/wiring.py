@@ -91,13 +91,13 @@ def _choose_gpus(machine: Machine, table: PartitionTable) -> tuple[list[int], li
         for gpu in (*table.worker_gpus, *devices):
             if gpu >= available:
                 raise ValueError(
-                    f"the partition table names GPU {gpu}; {machine.name} has {available}, from 0 on"
+                    f"the partition table names GPU {gpu}, but {machine.name} has {available}, numbered from 0"
                 )
         return list(table.worker_gpus), devices
     needed = table.num_workers + table.num_devices
     if needed > available:
         raise ValueError(
-            f"{table.num_workers} workers and {table.num_devices} memory devices need {needed} GPUs, "
+            f"{table.num_workers} workers and {table.num_devices} memory devices need {needed} GPUs, but "
             f"{machine.name} has {available}"
         )
     # In the order of the switches, each memory device directly after its workers, so that pairs share a switch.

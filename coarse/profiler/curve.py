@@ -43,7 +43,9 @@ class CurvePoint:
 
     def __post_init__(self) -> None:
         if not 1 <= self.nbytes <= _MOST_BYTES or self.num_repeats < 1:
-            raise ValueError(f"a point needs one byte to 1 PiB and at least one repeat: {self}")
+            raise ValueError(
+                f"a point needs a size between one byte and 1 PiB, and at least one repeat: {self}"
+            )
         if not _LEAST_TIME_US <= self.time_us <= _MOST_TIME_US or not 0 <= self.spread_us <= _MOST_TIME_US:
             raise ValueError(
                 f"a time must be above 0, its spread at least 0, both less than eleven days: {self}"
@@ -61,7 +63,9 @@ class CurvePoint:
         """
         times = np.asarray(times_us, dtype=np.float64)
         if times.size == 0 or not np.all(np.isfinite(times)):
-            raise ValueError(f"{nbytes} bytes: needs at least one repeat, each of a finite time: {times_us}")
+            raise ValueError(
+                f"{nbytes} bytes: needs at least one repeat, and each time must be finite: {times_us}"
+            )
         kept = times[np.abs(times - np.median(times)) <= _OUTLIER_SIGMAS * _spread(times)]
         # Without spread, all remaining repeats equal the median.
         kept = kept if kept.size else np.median(times, keepdims=True)

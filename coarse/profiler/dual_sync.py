@@ -72,7 +72,7 @@ class SyncCosts:
             *(cost for pair in self.shared for cost in pair),
         )
         if not all(0 <= cost < math.inf for cost in costs):
-            raise ValueError(f"a byte takes at least 0 and finitely many seconds: {self}")
+            raise ValueError(f"the seconds per byte must be finite and at least 0: {self}")
 
     @classmethod
     def of_profile(cls, profile: Profile, tables: Sequence[RoutingTable], *, shard_bytes: int) -> SyncCosts:
@@ -140,8 +140,8 @@ class DualSyncInputs:
             moments = (0.0, *self.ready_s, self.backward_s)
             if len(self.ready_s) != len(self.tensor_bytes) or not all(a <= b for a, b in pairwise(moments)):
                 raise ValueError(
-                    f"ready_s must say for each of {len(self.tensor_bytes)} tensors when it is ready, in order, "
-                    f"within the {self.backward_s} s of the backward pass"
+                    f"ready_s must give the time when each of {len(self.tensor_bytes)} tensors is ready, in "
+                    f"order, within the {self.backward_s} s of the backward pass"
                 )
 
     @property
@@ -171,7 +171,7 @@ class DualSyncInputs:
             ValueError: If `ready_s` is None.
         """
         if self.ready_s is None:
-            raise ValueError("when tensors are ready is not known")
+            raise ValueError("the times when tensors are ready are unknown")
         costs = self.costs
         ways = ((costs.proxy_s_per_byte, 0.0), (0.0, costs.worker_s_per_byte), *_greatest(costs.shared))
         nbytes, ready_s = np.array(self.tensor_bytes, dtype=np.float64), np.array(self.ready_s)
@@ -287,14 +287,14 @@ def plan_dual_sync(
         ValueError: If the mode is unknown or a negative size.
     """
     if isinstance(mode, str) and mode not in (OFF, AUTO):
-        raise ValueError(f"dual synchronisation {mode!r} is none of off, auto or a size in bytes")
+        raise ValueError(f"dual synchronisation {mode!r} must be off, auto or a size in bytes")
     if isinstance(mode, int) and mode < 0:
         raise ValueError(f"dual synchronisation cannot offload {mode} bytes")
     optimum = inputs.optimum_bytes()
     if mode == OFF:
         return _plan(inputs, len(inputs.tensor_bytes), optimum, "off: all tensors go to the memory devices")
     if isinstance(mode, int):
-        return _plan(inputs, _round(inputs, mode), optimum, f"{mode} bytes were asked for")
+        return _plan(inputs, _round(inputs, mode), optimum, f"{mode} bytes were requested")
     if inputs.ready_s is not None:
         return _plan_by_timeline(inputs, optimum)
     chosen = _round(inputs, optimum)

@@ -188,7 +188,7 @@ def draw_normalised(
     for axes, what in zip(panels[:, 0], ("time", "bandwidth"), strict=True):
         axes.set_ylabel(f"{what}, local = 1")
         axes.set_ylim(bottom=0)  # for all columns, after all are drawn
-    figure.suptitle(f"Remote memory device beside the local one, worker {worker}", fontsize=11)
+    figure.suptitle(f"Remote and local memory device, worker {worker}", fontsize=11)
     return figure
 
 
@@ -209,7 +209,7 @@ def draw_timeline(timelines: Mapping[str, Sequence[Transfer]], *, machine: str, 
     if not timelines or not all(timelines.values()):
         raise ValueError("a timeline needs at least one transfer")
     if kind not in PROFILE_KINDS:
-        raise ValueError(f"kind {kind!r} is none of {', '.join(PROFILE_KINDS)}")
+        raise ValueError(f"kind {kind!r} must be one of {', '.join(PROFILE_KINDS)}")
     rows = [list(dict.fromkeys(t.link for t in transfers)) for transfers in timelines.values()]
     figure = Figure(figsize=(9, 1.2 + sum(0.5 + 0.42 * len(links) for links in rows)), layout="constrained")
     panels = figure.subplots(

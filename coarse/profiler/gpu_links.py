@@ -144,7 +144,7 @@ def measure_gpu_links(
     """
     if not gpus or not sizes or repeats < 1:
         raise ValueError(
-            f"{len(gpus)} GPUs, {len(sizes)} sizes, {repeats} repeats: needs one of each at least"
+            f"{len(gpus)} GPUs, {len(sizes)} sizes, {repeats} repeats: at least one of each is needed"
         )
     paths = gpu_paths(len(gpus), can_access)
     curves: dict[GpuPath, Curve] = {}

@@ -81,15 +81,15 @@ def _tables(
     if settings.routing == "local":
         return _local(local_devices), "local, because COARSE_ROUTING is"
     if profile is None:
-        return _local(local_devices), "local, for want of a profile"
+        return _local(local_devices), "local, because no profile is available"
     if settings.algorithm in ("ring", "nccl"):
         why = f"local, because {settings.algorithm} takes each contribution from its own memory device"
         return _local(local_devices), why
     from coarse.profiler.routing import plan_routing
 
     if profile.is_of_this_machine and settings.routing != "profile":
-        why = "local, because in the host's memory a shard stays where it is, whoever takes its descriptor"
-        return _local(local_devices), f"{why} (COARSE_ROUTING=profile goes by the profile)"
+        why = "local, because shards in the host's memory are not moved, whichever memory device reduces them"
+        return _local(local_devices), f"{why} (COARSE_ROUTING=profile uses the profile)"
     return plan_routing(profile), f"by the {profile.kind} profile"
 
 
@@ -101,7 +101,7 @@ def _shard_bytes(
     profile: Profile | None, tables: Sequence[RoutingTable], settings: Settings
 ) -> tuple[int, str]:
     if settings.shard_bytes:
-        return settings.shard_bytes, "COARSE_SHARD_BYTES says so"
+        return settings.shard_bytes, "set by COARSE_SHARD_BYTES"
     if profile is None:
         return DEFAULT_SHARD_BYTES, "the default without a profile"
     from coarse.profiler.shard_size import plan_shard_size
@@ -111,6 +111,6 @@ def _shard_bytes(
         return size.nbytes, size.reason
     return (
         DEFAULT_SHARD_BYTES,
-        f"the default, because sync cores reduce host memory in place: no link is to be filled, and larger shards "
-        f"leave sync cores idle (copies would need {size.nbytes} bytes: {size.reason})",
+        "the default, because sync cores reduce host memory in place: no link needs filling, and larger "
+        f"shards leave sync cores idle (copies would need {size.nbytes} bytes: {size.reason})",
     )

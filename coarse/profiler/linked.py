@@ -141,7 +141,8 @@ def _with_turns(table: RoutingTable, num_turns: int, num_near: int) -> RoutingTa
     ]
     turns = tuple(table.lat_proxy if is_near else table.bw_proxy for is_near in takes_near)
     why = (
-        f"md{table.lat_proxy} takes {num_near} of {num_turns} large shards: all links together carry more so"
+        f"md{table.lat_proxy} takes {num_near} of {num_turns} large shards: this raises the total bandwidth of "
+        "all links"
     )
     return replace(table, turns=turns, reasons=(*table.reasons, why))
 

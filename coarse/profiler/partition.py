@@ -80,10 +80,10 @@ def plan_partition(
     if shard_bytes < 1:
         raise ValueError(f"shard_bytes={shard_bytes} must be at least 1")
     if algorithm not in ("auto", *ALGORITHMS):
-        raise ValueError(f"algorithm {algorithm!r} is none of auto, {', '.join(ALGORITHMS)}")
+        raise ValueError(f"algorithm {algorithm!r} must be one of auto, {', '.join(ALGORITHMS)}")
     if large_algorithm not in ALGORITHMS:
         raise ValueError(
-            f"algorithm {large_algorithm!r} for large tensors is none of {', '.join(ALGORITHMS)}"
+            f"algorithm {large_algorithm!r} for large tensors must be one of {', '.join(ALGORITHMS)}"
         )
     cuts: dict[tuple[int, str, int], _Cut] = {}  # by shape: the layers of a model repeat their shapes
     cut_of: list[_Cut] = []

@@ -71,7 +71,7 @@ class PathId:
 
     def __post_init__(self) -> None:
         if self.kind not in PATH_KINDS:
-            raise ValueError(f"path kind {self.kind!r} is none of {', '.join(PATH_KINDS)}")
+            raise ValueError(f"path kind {self.kind!r} must be one of {', '.join(PATH_KINDS)}")
 
     def __str__(self) -> str:
         names = {DEVICES: ("md", "md"), WORKERS: ("w", "w")}.get(self.kind, ("w", "md"))
@@ -163,14 +163,14 @@ class Profile:
         # Sorted, so that the order of measuring does not matter.
         object.__setattr__(self, "curves", MappingProxyType(dict(sorted(self.curves.items()))))
         if self.kind not in PROFILE_KINDS:
-            raise ValueError(f"kind {self.kind!r} is none of {', '.join(PROFILE_KINDS)}")
+            raise ValueError(f"kind {self.kind!r} must be one of {', '.join(PROFILE_KINDS)}")
         if not 0 <= self.time_budget_s < float("inf"):
             raise ValueError(f"time_budget_s={self.time_budget_s} must be finite and at least 0")
         expected = set(self.key.paths())
         for path in sorted(expected - set(self.curves)):
-            raise ValueError(f"{path}: there is no curve of it")
+            raise ValueError(f"{path}: the profile has no curve of this path")
         for path in sorted(set(self.curves) - expected):
-            raise ValueError(f"{path}: there is no such path between {_counts(self.key)}")
+            raise ValueError(f"{path}: no such path exists between {_counts(self.key)}")
         for path in self.curves:
             if path.kind == BOTH:
                 self._check_directions(path.source, path.target)
@@ -238,7 +238,7 @@ class Profile:
         except OSError as error:
             raise ProfileError(f"profile {path}: {error.strerror or error}. {_ADVICE}") from None
         except (ValueError, RecursionError) as error:  # invalid JSON raises ValueError, too
-            reason = f"cut off or no JSON: {error}" if isinstance(error, json.JSONDecodeError) else error
+            reason = f"cut off or not JSON: {error}" if isinstance(error, json.JSONDecodeError) else error
             raise ProfileError(f"profile {path}: {reason}. {_ADVICE}") from None
         if expected is not None and profile.key != expected:
             raise ProfileError(f"profile {path}: {_difference(profile.key, expected)}. {_ADVICE}")
@@ -286,19 +286,19 @@ def from_json(document: Any) -> Profile:
     """
     top = _object(document, "the document")
     if top.get("format") != FORMAT:
-        raise ValueError(f"format is {top.get('format')!r}, not {FORMAT!r}: this is no profile")
+        raise ValueError(f"format is {top.get('format')!r}, not {FORMAT!r}: this is not a profile")
     if top.get("format_version") != FORMAT_VERSION:
         raise ValueError(
-            f"its format is of version {top.get('format_version')!r}, this COARSE reads {FORMAT_VERSION}"
+            f"its format version is {top.get('format_version')!r}, but this COARSE reads {FORMAT_VERSION}"
         )
     curves: dict[PathId, Curve] = {}
     for number, entry in enumerate(_field(top, "curves", list, "the document")):
         path, curve = _curve(entry, f"curves[{number}]")
         if path in curves:
-            raise ValueError(f"{path}: there are two curves of it")
+            raise ValueError(f"{path}: the profile has two curves of this path")
         curves[path] = curve
     if not curves:
-        raise ValueError("there are no curves in it")
+        raise ValueError("it has no curves")
     return Profile(
         kind=_field(top, "kind", str, "the document"),
         key=_key(_field(top, "key", dict, "the document")),
@@ -402,7 +402,7 @@ def _curve(entry: Any, where: str) -> tuple[PathId, Curve]:
 
 def _point(row: Any) -> CurvePoint:
     if not isinstance(row, list) or len(row) != 4:
-        raise ValueError(f"{row!r} is no [bytes, time_us, spread_us, repeats]")
+        raise ValueError(f"{row!r} is not [bytes, time_us, spread_us, repeats]")
     nbytes, time_us, spread_us, num_repeats = row
     return CurvePoint(
         nbytes=_whole(nbytes, "bytes"),
@@ -456,7 +456,7 @@ def _number(value: Any, name: str) -> float:
     try:
         return float(value)
     except OverflowError:
-        raise ValueError(f"{name} is too large for a number") from None
+        raise ValueError(f"{name} is too large") from None
 
 
 def _text(value: Any, name: str) -> str:
@@ -466,7 +466,7 @@ def _text(value: Any, name: str) -> str:
 
 
 def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is no measurement")
+    raise ValueError(f"{name} is not a measurement")
 
 
 # ---- words and digests ----
@@ -494,4 +494,4 @@ def _counts(key: ProfileKey) -> str:
 def _difference(found: ProfileKey, expected: ProfileKey) -> str:
     ours, theirs = _key_as_json(found), _key_as_json(expected)
     name = next(name for name in ours if ours[name] != theirs[name])
-    return f"it is of {name} {ours[name]!r}, here it is {theirs[name]!r}"
+    return f"it was made for {name} {ours[name]!r}, but this job has {theirs[name]!r}"

@@ -27,7 +27,7 @@ def rescale_curve(curve: Curve, times_us: Mapping[int, float]) -> Curve:
         ValueError: If `times_us` is empty, or a time is not above 0.
     """
     if not times_us:
-        raise ValueError("a curve is rescaled by at least one new time")
+        raise ValueError("rescaling a curve needs at least one new time")
     sizes = sorted(times_us)
     factors = [times_us[size] / curve.time_us(size) for size in sizes]
     if not all(0 < factor < math.inf for factor in factors):
@@ -53,7 +53,7 @@ def refresh_profile(profile: Profile, times_us: Mapping[PathId, Mapping[int, flo
     """
     unknown = sorted(set(times_us) - set(profile.curves))
     if unknown:
-        raise ValueError(f"{unknown[0]}: there is no such path in the profile")
+        raise ValueError(f"{unknown[0]}: the profile has no such path")
     times_us = {**_alone(profile, times_us), **times_us}
     curves = {
         path: rescale_curve(curve, times_us[path]) if path in times_us else curve

@@ -98,7 +98,7 @@ class RoutingTable:
             ValueError: If `curves` lacks the local proxy.
         """
         if local_proxy not in curves:
-            raise ValueError(f"there is no curve of the local proxy md{local_proxy}")
+            raise ValueError(f"the local proxy md{local_proxy} has no curve")
         ranking = _Ranking(curves=curves, local=local_proxy, load=load or {}, tie_fraction=tie_fraction)
         smallest, largest = _deciding_sizes(curves)
         lat_proxy, why_lat = ranking.best(smallest, "lowest latency")
@@ -273,9 +273,9 @@ class _Ranking:
         why = f"md{chosen} ({place}) has the {what}: {times_us[chosen]:.1f} us for {nbytes} bytes"
         others = [time_us for proxy, time_us in times_us.items() if proxy not in alike]
         if others:
-            why += f", others from {min(others):.1f} us"
+            why += f", others need {min(others):.1f} us or more"
         if len(alike) > 1:
-            why += f"; alike are {', '.join(f'md{proxy}' for proxy in sorted(alike))}"
+            why += f"; equally fast are {', '.join(f'md{proxy}' for proxy in sorted(alike))}"
         return chosen, why
 
     def is_in_doubt(self, nbytes: int) -> bool:

@@ -57,7 +57,7 @@ def choose_shard_size(curve: Curve, *, full_fraction: float = FULL_FRACTION) -> 
         peak_gbytes_per_s=peak,
         full_fraction=full_fraction,
         reason=(
-            f"smallest tested size with {full_fraction:.0%} of the highest bandwidth: "
+            f"smallest tested size that reaches {full_fraction:.0%} of the highest bandwidth: "
             f"{chosen.gbytes_per_s:.3g} of {peak:.3g} GB/s each way"
         ),
     )

@@ -111,5 +111,5 @@ def _find_cached(key: ProfileKey, *, is_to_be_measured: bool) -> FoundProfile:
         )
     if profile is not None:
         return FoundProfile(profile=profile, note=f"cached {profile.kind} profile {cache_path(key)}")
-    note = "no profile of these workers and memory devices is cached; `coarse profile` measures one"
+    note = "no profile of these workers and memory devices is cached; run `coarse profile` to measure one"
     return FoundProfile(note=note, is_to_be_measured=is_to_be_measured)

@@ -110,7 +110,7 @@ def slowest_path(paths: Iterable[AlphaBeta]) -> AlphaBeta:
     """
     paths = list(paths)
     if not paths:
-        raise ValueError("there are no paths")
+        raise ValueError("paths is empty")
     return AlphaBeta(
         alpha_us=max(path.alpha_us for path in paths),
         beta_gbytes_per_s=min(path.beta_gbytes_per_s for path in paths),

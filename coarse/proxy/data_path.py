@@ -163,7 +163,7 @@ class DataPath:
             ProtocolError: If they do not exist yet.
         """
         if self._links is None:
-            raise ProtocolError("the links are not there yet")
+            raise ProtocolError("the links are not connected yet")
         return self._links
 
     def transfer_log_fd(self) -> int:
@@ -173,7 +173,7 @@ class DataPath:
             ProtocolError: If the links do not exist yet.
         """
         if self._links is None:
-            raise ProtocolError("the links are not there yet")
+            raise ProtocolError("the links are not connected yet")
         return self._shared[LINK_TABLE].to_read().fd
 
     def stop(self) -> None:

@@ -225,7 +225,7 @@ class MemoryDevice:
         if self._data_path.nccl_problem and not self._has_told_of_nccl:
             self._has_told_of_nccl = True
             reason = self._data_path.nccl_problem
-            logger.warning("[md%s] memory devices do without NCCL: %s", self._job.device, reason)
+            logger.warning("[md%s] memory devices do not use NCCL: %s", self._job.device, reason)
             self._peers.tell({"type": "no_nccl", "reason": reason})
 
     def _shared_message(self) -> tuple[Message, list[int]]:
@@ -373,7 +373,7 @@ class MemoryDevice:
             return self._snapshots.write(request)
         answer = self._answers.get(request.kind)
         if answer is None:
-            raise ProtocolError(f"there is no message {request.kind!r}")
+            raise ProtocolError(f"unknown message {request.kind!r}")
         answer(worker, request.message)
 
     def worker_misbehaved(self, worker: WorkerConnection, reason: str) -> None:
@@ -404,7 +404,7 @@ class MemoryDevice:
         """
         if not self._workers.is_empty:
             os.close(fd)
-            raise ProtocolError(f"memory device md{device} is replaced although workers have come")
+            raise ProtocolError(f"memory device md{device} is replaced although workers have joined")
         if (before := self.replaced.pop(device, -1)) >= 0:
             os.close(before)
         self.replaced[device] = os.dup(fd)
@@ -416,7 +416,7 @@ class MemoryDevice:
     def _hear_of_loss(self, worker: WorkerConnection, message: Message) -> None:
         device = int_field(message, "device", high=self._job.num_devices - 1)
         if device == self._job.device:
-            raise ProtocolError("'lost' names the memory device that it was sent to")
+            raise ProtocolError("'lost' names the memory device that received it")
         lost = device_silent if message.get("is_silent") is True else device_died
         self._abort(lost(self._job, device))
 

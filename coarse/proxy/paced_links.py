@@ -40,7 +40,7 @@ class PacedLinks:
         """
         bandwidth = message.get("gbytes_per_s")
         if not isinstance(bandwidth, int | float):
-            raise ProtocolError("a bandwidth is no number")
+            raise ProtocolError("a bandwidth is not a number")
         try:
             self._pacer.set_bandwidth(int_field(message, "bucket"), bandwidth)
         except ValueError as error:

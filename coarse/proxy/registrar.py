@@ -188,7 +188,7 @@ class Registrar:
         except OSError as error:
             kind = OutOfDeviceMemoryError if error.errno == errno.ENOMEM else CoarseError
             text = (
-                f"{self._cannot_serve(registration)}: {error}. Look at the limits of its process: `ulimit -a`"
+                f"{self._cannot_serve(registration)}: {error}. Check the limits of its process: `ulimit -a`"
             )
             self._refuse(registration, kind(text))
 
@@ -293,8 +293,8 @@ class Registrar:
         num_others = sum(each.num_logged_shards for each in self._registrations.values())
         if num_shards + num_others > _native.RING_LOG_CAPACITY:
             raise ValueError(
-                f"{registration.schema.name}: its {num_shards} shards, and {num_others} of other registrations, are "
-                f"more than the {_native.RING_LOG_CAPACITY} that memory devices keep under way together; raise "
+                f"{registration.schema.name}: its {num_shards} shards and {num_others} of other registrations "
+                f"exceed the {_native.RING_LOG_CAPACITY} that memory devices can process at once; raise "
                 "COARSE_SHARD_BYTES"
             )
         registration.num_logged_shards = num_shards

@@ -95,7 +95,7 @@ class VersionedStorage:
         if is_kept and self.old_bytes + previous.num_bytes > self._pool_bytes:
             raise OutOfDeviceMemoryError(
                 f"stored tensor {key[:100]!r}: {previous.num_bytes} bytes of its version {previous.version} do "
-                f"not fit beside {self.old_bytes} of {self._pool_bytes} bytes of old versions; release a snapshot "
+                f"not fit: old versions use {self.old_bytes} of {self._pool_bytes} bytes; release a snapshot "
                 "first"
             )
         self._values[key] = StoredTensor(version=previous.version + 1, segment=segment)
@@ -107,7 +107,7 @@ class VersionedStorage:
 
     def get(self, key: str, snapshot: int = 0) -> StoredTensor:
         if snapshot and snapshot not in self._snapshots:
-            raise SnapshotLostError(f"storage: snapshot {snapshot} was released, or never begun")
+            raise SnapshotLostError(f"storage: snapshot {snapshot} was released or never begun")
         return (self._snapshots[snapshot] if snapshot else self._values).get(key, _NOTHING)
 
     def keys(self) -> Iterable[str]:

@@ -54,7 +54,7 @@ class StorageService:
         """Makes a value that a worker has written the newest version."""
         del message
         if client not in self._reserved:
-            raise ProtocolError("commit came without a reservation")
+            raise ProtocolError("commit arrived without a reservation")
         key, segment = self._reserved.pop(client)
         try:
             segment = self._memory.settle(_label(key), segment)
@@ -86,8 +86,8 @@ class StorageService:
         del message
         if len(self._snapshots[client]) >= MOST_STORAGE_SNAPSHOTS:
             error = SnapshotsBusyError(
-                f"worker {client} of this node holds {MOST_STORAGE_SNAPSHOTS} snapshots of stored values already; "
-                "release one of them first"
+                f"worker {client} of this node holds {MOST_STORAGE_SNAPSHOTS} snapshots of stored values, the "
+                "maximum; release one first"
             )
             self._refuse(client, error)
             return

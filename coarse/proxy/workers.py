@@ -179,7 +179,7 @@ class Workers:
         """Closes connections that have not sent hello in time."""
         limit_s = time.monotonic() - _HELLO_TIMEOUT_S
         for worker in [each for each in self._connections if each.is_unproved and each.opened_s < limit_s]:
-            self._drop(worker, f"said no hello within {_HELLO_TIMEOUT_S:.0f} s")
+            self._drop(worker, f"sent no hello within {_HELLO_TIMEOUT_S:.0f} s")
 
     def _accept(self) -> None:
         connection = self._acceptor.accept()
@@ -194,7 +194,9 @@ class Workers:
         worker = WorkerConnection(self._loop, Channel(connection, is_proved=False), pid)
         unproved = [each for each in self._connections if each.is_unproved]
         if len(unproved) >= _MOST_UNPROVED:
-            self._drop(unproved[0], f"said no hello, and {len(unproved)} others neither")
+            self._drop(
+                unproved[0], f"sent no hello, and {len(unproved)} connections without one are too many"
+            )
         self._connections.append(worker)
         self._loop.watch(connection.fileno(), lambda: self._read(worker))
 
@@ -229,7 +231,7 @@ class Workers:
             self._handler.worker_misbehaved(worker, f"broke the control protocol: {error}")
         else:
             logger.exception("[md%s] a request of process %s failed", self._job.device, worker.pid)
-            self._handler.worker_misbehaved(worker, f"asked for something that failed: {error}")
+            self._handler.worker_misbehaved(worker, f"sent a request that failed: {error}")
 
     def _take(self, worker: WorkerConnection, received: Received) -> None:
         if worker.client >= 0:
@@ -243,17 +245,17 @@ class Workers:
             self._check_token(received.message)
             device = int_field(received.message, "device", high=self._job.num_devices - 1)
             if device == self._job.device or len(received.fds) != 1:
-                raise ProtocolError("'replace' names no other memory device, or comes without a connection")
+                raise ProtocolError("'replace' does not name another memory device, or has no connection")
             self._handler.device_replaced(device, received.fds.pop())
             worker.send({"type": "replaced"})
         else:
-            raise ProtocolError(f"{received.kind!r} came before hello")
+            raise ProtocolError(f"{received.kind!r} arrived before hello")
 
     def _admit(self, worker: WorkerConnection, message: Message) -> None:
         self._check_token(message)
         client = int_field(message, "client", high=self._job.num_clients - 1)
         if client in self._admitted:
-            raise ProtocolError(f"worker {self._job.rank(client)} is here already")
+            raise ProtocolError(f"worker {self._job.rank(client)} has already joined")
         worker.client = client
         worker.channel.trust()
         self._admitted[client] = worker

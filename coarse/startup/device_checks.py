@@ -51,7 +51,7 @@ def check_devices(settings: Settings, table: PartitionTable, *, num_nodes: int) 
 def cannot_profile(settings: Settings, table: PartitionTable, *, num_nodes: int) -> str:
     """Why the links of these memory devices cannot be profiled; "" if they can."""
     if num_nodes > 1:
-        return "profiles are of jobs on one node"
+        return "only jobs on one node have profiles"
     if table.is_on_gpus and not settings.machine:
         return _GPU_LINKS
     return ""
@@ -60,20 +60,20 @@ def cannot_profile(settings: Settings, table: PartitionTable, *, num_nodes: int)
 def _check_gpus(settings: Settings, num_nodes: int) -> None:
     if num_nodes > 1 and settings.routing == "profile":
         raise ValueError(
-            "COARSE_ROUTING=profile works within one node where memory devices are on GPUs, and this job has "
-            f"{num_nodes}; unset it"
+            "COARSE_ROUTING=profile works only within one node if memory devices are on GPUs, but this job "
+            f"has {num_nodes} nodes; unset it"
         )
     if settings.machine:
         return
     if settings.routing == "profile" and settings.keep_devices:
         raise ValueError(
-            "COARSE_ROUTING=profile does not go with COARSE_KEEP_DEVICES and memory devices on GPUs: links are "
-            "measured in each attempt, and what was kept stays where it is; unset one of them"
+            "COARSE_ROUTING=profile cannot be combined with COARSE_KEEP_DEVICES and memory devices on GPUs: "
+            "each attempt measures the links anew, but kept tensors cannot move; unset one of them"
         )
     if settings.profile not in (OFF, CACHED, AUTO):
         raise ValueError(
-            f"COARSE_PROFILE={settings.profile} does not go with memory devices on GPUs, links to which are measured "
-            "when tensors are first registered; set it to cached or off"
+            f"COARSE_PROFILE={settings.profile} cannot be combined with memory devices on GPUs, whose links "
+            "are measured when tensors are first registered; set it to cached or off"
         )
 
 
@@ -81,13 +81,14 @@ def _check_replicas(table: PartitionTable) -> None:
     """Raises ValueError unless another memory device can hold a replica of any memory device."""
     if table.num_devices < 2:
         raise ValueError(
-            "COARSE_REPLICAS=1 needs a neighbour that keeps what a memory device has, and there is one device only; "
-            "start two or more (COARSE_MEMORY_DEVICES), or unset COARSE_REPLICAS"
+            "COARSE_REPLICAS=1 needs a second memory device to hold the copy, but there is only one; start "
+            "two or more (COARSE_MEMORY_DEVICES), or unset COARSE_REPLICAS"
         )
     if sum(bool(device.workers) for device in table.devices) < 2:
         raise ValueError(
-            "COARSE_REPLICAS=1 needs gradients in the memory of two devices, to redo a step without one of them, and "
-            "one device serves all workers; spread the workers in the partition table, or unset COARSE_REPLICAS"
+            "COARSE_REPLICAS=1 needs gradients in the memory of two devices, to repeat a step after one is "
+            "lost, but one device serves all workers; spread the workers in the partition table, or unset "
+            "COARSE_REPLICAS"
         )
 
 

@@ -181,8 +181,7 @@ def _start_missing(
             try_memory(memory)
     if distant := distant_gpus(table):
         logger.warning(
-            "%s cannot reach each other's memory: what goes between memory devices there is copied through the host, "
-            "but by NCCL",
+            "%s cannot reach each other's memory: memory devices there copy data through the host, except with NCCL",
             ", ".join(distant),
         )
     kept_in = None if found is None else found.directory
@@ -275,7 +274,7 @@ def agree_on_profile(joining: Joining, node: NodeDevices) -> FoundProfile:
         )
     except TimeoutError:
         raise RendezvousError(
-            f"worker {joining.identity.rank}: worker {joining.leader} has told no profile within "
+            f"worker {joining.identity.rank}: worker {joining.leader} has published no profile within "
             f"{settings.timeout_s:.1f} s"
         ) from None
 

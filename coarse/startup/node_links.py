@@ -238,8 +238,8 @@ class _Linking:
     def _check_reachable(self, node: int, address: NodeAddress) -> None:
         if _is_loopback(address.host) and self._nodes.boots[node] != self._nodes.boots[self._node]:
             raise RendezvousError(
-                f"{self._nodes.describe(node)} listens on {address.host}, which no other machine can reach. Set "
-                "MASTER_ADDR to an address of worker 0's machine that is none of its loopback addresses, or "
+                f"{self._nodes.describe(node)} listens on {address.host}, which no other machine can reach. "
+                "Set MASTER_ADDR to an address of worker 0's machine other than a loopback address, or "
                 "COARSE_NODE_ADDRESS on each machine."
             )
 
@@ -248,7 +248,7 @@ class _Linking:
             try:
                 return self._watch.get(self._store, key, _LOOK_INTERVAL_S)
             except TimeoutError:
-                self._look_around(node, "to say where it is")
+                self._look_around(node, "to publish its address")
 
     def _call(self, node: int, connection: int, address: NodeAddress, secret: bytes) -> socket.socket:
         hello = (_MAGIC, self._node, node, connection)
@@ -274,8 +274,9 @@ class _Linking:
         waiting = f"node {self._node} waits for {self._nodes.describe(node)} {what}"
         if now > self._deadline:
             raise RendezvousError(
-                f"after {now - self._started:.1f} s {waiting}. Look at the output of its workers, and at what lies "
-                "between the nodes: firewalls, or an interface that COARSE_NODE_ADDRESS should name."
+                f"after {now - self._started:.1f} s {waiting}. Check the output of its workers and the network "
+                "between the nodes: a firewall may block it, or COARSE_NODE_ADDRESS may need the address of "
+                "another interface."
             )
         if now > self._next_report:
             self._next_report = now + PROGRESS_INTERVAL_S
@@ -368,7 +369,7 @@ def _call(address: NodeAddress, hello: tuple[bytes, int, int, int], secret: byte
         _check(_receive_exactly(link, _PROOF_BYTES), secret, b"listener", greeting + nonce)
         link.sendall(_prove(secret, b"caller", greeting + nonce))
         if _receive_exactly(link, len(_WELCOME)) != _WELCOME:
-            raise _StrangerError("it answers with something else")
+            raise _StrangerError("it answers with another protocol")
     except BaseException:
         link.close()
         raise
@@ -384,7 +385,7 @@ def _answer(link: socket.socket, own_node: int, secret: bytes) -> tuple[int, int
     link.sendall(nonce + _prove(secret, b"listener", greeting + nonce))
     _check(_receive_exactly(link, _PROOF_BYTES), secret, b"caller", greeting + nonce)
     if node != own_node:
-        raise _StrangerError(f"it looks for node {node}")
+        raise _StrangerError(f"it wanted node {node}")
     link.sendall(_WELCOME)
     return caller, connection
 
@@ -395,7 +396,7 @@ def _prove(secret: bytes, role: bytes, challenge: bytes) -> bytes:
 
 def _check(proof: bytes, secret: bytes, role: bytes, challenge: bytes) -> None:
     if not hmac.compare_digest(proof, _prove(secret, role, challenge)):
-        raise _StrangerError("it does not know the secret of this job")
+        raise _StrangerError("it does not have the secret of this job")
 
 
 def _receive_exactly(link: socket.socket, num_bytes: int) -> bytes:
@@ -405,7 +406,7 @@ def _receive_exactly(link: socket.socket, num_bytes: int) -> bytes:
         link.settimeout(max(0.001, deadline - time.monotonic()))
         part = link.recv(num_bytes - len(received))
         if not part:
-            raise _StrangerError("it closed the connection before it was let in")
+            raise _StrangerError("it closed the connection before it was accepted")
         received += part
     return bytes(received)
 

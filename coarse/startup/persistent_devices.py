@@ -78,20 +78,22 @@ def find_persistent_devices(
     lost = frozenset() if directory is None or kept is None else _find_lost(directory, kept)
     if directory is None or kept is None or len(lost) > replicas:
         logger.warning(
-            "attempt %d: no memory device of the attempt before is left; there is nothing to recover from memory",
+            "attempt %d: no memory device of the previous attempt is left; nothing can be recovered from memory",
             keeping.attempt.number,
         )
         return None
     workers = tuple(device.workers for device in table.devices)
     if kept.workers != workers:
         raise RendezvousError(
-            f"attempt {keeping.attempt.number}: the memory devices that were kept serve the workers {kept.workers}, "
-            f"and this attempt has {workers}. Start it with as many workers and memory devices as the one before"
+            f"attempt {keeping.attempt.number}: the kept memory devices serve the workers {kept.workers}, but "
+            f"this attempt has {workers}. Start it with as many workers and memory devices as the previous "
+            "attempt"
         )
     if kept.memories != table.memories:
         raise RendezvousError(
-            f"attempt {keeping.attempt.number}: the memory devices that were kept own {', '.join(kept.memories)}, "
-            f"and this attempt wants {', '.join(table.memories)}. Start it with the memories of the one before"
+            f"attempt {keeping.attempt.number}: the kept memory devices own {', '.join(kept.memories)}, but "
+            f"this attempt wants {', '.join(table.memories)}. Start it with the memories of the previous "
+            "attempt"
         )
     return FoundDevices(directory=directory, lost=lost)
 
@@ -163,10 +165,9 @@ def read_token(directory: str) -> str:
             return (own / TOKEN_FILE).read_text()
     except PermissionError as error:
         raise RendezvousError(
-            f"refused to join memory devices: {error}. Either the temporary directory keeps no owners and modes (set "
-            "TMPDIR to one that does), or another user has written to the store by which the workers meet."
+            f"refused to join memory devices: {error}. Either the temporary directory does not support file "
+            "owners and modes (set TMPDIR to one that does), or another user has written to the store of the "
+            "rendezvous."
         ) from error
     except FileNotFoundError:
-        raise MemoryDeviceLostError(
-            "the memory devices have ended before all workers had joined them"
-        ) from None
+        raise MemoryDeviceLostError("the memory devices ended before all workers had joined them") from None

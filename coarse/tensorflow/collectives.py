@@ -320,7 +320,7 @@ class Collectives:
         if len(set(texts)) > 1:
             doings = "; ".join(f"worker {rank} is {each}" for rank, each in enumerate(texts))
             raise SchemaMismatchError(
-                f"worker {self.rank}: workers do different things: {doings}. Every worker must create the same "
+                f"worker {self.rank}: the workers' operations differ: {doings}. Every worker must create the same "
                 "variables and reduce the same values, in the same order."
             )
         return [int.from_bytes(bytes(record[_TEXT_BYTES:]), "little") for record in records]
@@ -355,8 +355,8 @@ def _explained(what: str) -> Iterator[None]:
         yield
     except SyncTimeoutError as error:
         raise SyncTimeoutError(
-            f"{str(error).rstrip('.')}. This worker was {what}: what is reduced over workers, such as a metric that "
-            "is read or a variable that is created, has to be asked for on all of them, not on one alone."
+            f"{str(error).rstrip('.')}. This worker was {what}. All workers must take part in each reduction, such "
+            "as reading a metric or creating a variable, not one worker alone."
         ) from error
 
 

@@ -91,7 +91,7 @@ class DeviceState(Trackable):  # type: ignore[misc,unused-ignore]
 
     def _write(self, value: npt.NDArray[Any]) -> None:
         if value.shape != tuple(self.shape):
-            raise ValueError(f"{self.path} has shape {tuple(self.shape)}, and was assigned {value.shape}")
+            raise ValueError(f"{self.path} has shape {tuple(self.shape)}, but was assigned {value.shape}")
         if self._place.writes:
             np.multiply(
                 value, np.float32(self._place.sign), out=self._place.map_memory(), casting="same_kind"

@@ -49,7 +49,7 @@ def apply(strategy_class: Any) -> None:
         return
     if not hasattr(trainer, "reduce_per_replica"):
         raise ImportError(
-            f"coarse.tensorflow does not know Keras {keras.__version__}: it was tested with 3.15. Install that"
+            f"coarse.tensorflow does not support Keras {keras.__version__}: it was tested with 3.15. Install that"
         )
     _patch_outputs(trainer, strategy_class)
     _patch_metrics(Trainer, strategy_class)
@@ -323,9 +323,7 @@ def _one_batch(model: str, epoch_iterator: Any, strategy: Any) -> Iterator[tuple
     first, last, batches = next(iter(epoch_iterator))
     batch = next(batches, None)
     if batch is None:
-        raise ValueError(
-            f"the data that model {model!r} was given has no batches, by whose shapes it is to be built"
-        )
+        raise ValueError(f"the data for model {model!r} has no batches, whose shapes are needed to build it")
     yield (
         first,
         last,
@@ -341,7 +339,7 @@ def _check_metrics(model: Any, strategy: Any) -> None:
         if not all(strategy.extended.variable_created_in_scope(v.value) for v in metric.variables):
             raise ValueError(
                 f"metric {metric.name!r} of model {model.name!r} was made outside of strategy.scope(): each worker "
-                f"would see its own rows alone. {_ADVICE}"
+                f"would count only its own rows. {_ADVICE}"
             )
 
 
@@ -439,7 +437,7 @@ def _tell_of_run(optimizer: Any, strategy_class: Any) -> None:
     optimizer._is_told_of_run_by_coarse = True
     logger.warning(
         "coarse.tensorflow: optimizer %r applies gradients outside of strategy.run(), where they are not reduced: "
-        "each worker goes by its own rows. Call the step by strategy.run(step, args=...).",
+        "each worker uses only its own rows. Call the step by strategy.run(step, args=...).",
         optimizer.name,
     )
 

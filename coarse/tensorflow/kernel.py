@@ -122,7 +122,8 @@ def load_kernel(collectives: Collectives, number: int) -> ReduceKernel | None:
         return ReduceKernel(build_library(" ".join(compiler_command()) or "g++"), collectives, number)
     except (KernelBuildError, OSError, tf.errors.NotFoundError) as error:
         logger.warning(
-            "coarse.tensorflow: tensors are reduced through Python, which is slower, for the op cannot be built: %s",
+            "coarse.tensorflow: tensors are reduced through Python, which is slower, because the op cannot be "
+            "built: %s",
             error,
         )
         return None

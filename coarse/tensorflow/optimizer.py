@@ -67,7 +67,7 @@ def DistributedOptimizer(optimizer: Any) -> Any:  # noqa: N802 (takes the place 
     rule = find_rule(optimizer)
     if rule is None:
         known = "SGD, Adam and AdamW of keras.optimizers"
-        _stays(optimizer, f"memory devices know {known}, not {type(optimizer).__name__}")
+        _stays(optimizer, f"memory devices support {known}, not {type(optimizer).__name__}")
     elif reason := strategy.extended._cannot_update():
         _stays(optimizer, reason)
     else:
@@ -146,9 +146,9 @@ class OffloadedUpdates:
             sum(4 * int(np.prod(shape, dtype=np.int64)) for shape in shapes if shape is not None) / 2**20
         )
         logger.warning(
-            "coarse.tensorflow: %d gradients of rows (IndexedSlices) are whole tensors on their way to the memory "
-            "devices, %.1f MiB per update and worker, for %s in the memory devices updates whole parameters. Without "
-            "DistributedOptimizer rows alone travel.",
+            "coarse.tensorflow: %d gradients of rows (IndexedSlices) are sent to the memory devices as whole "
+            "tensors, %.1f MiB per update and worker, because %s in the memory devices updates whole parameters. "
+            "Without DistributedOptimizer, only the rows are sent.",
             len(tables),
             whole_mib,
             type(self._optimizer).__name__,

@@ -231,8 +231,8 @@ class CoarseExtended(OneDeviceExtended):  # type: ignore[misc,unused-ignore]
         if own is None or not lacking:
             return own
         logger.warning(
-            "coarse.tensorflow: tensors are reduced through Python, which is slower, for worker(s) %s cannot build "
-            "the op; what they say tells why",
+            "coarse.tensorflow: tensors are reduced through Python, which is slower, because worker(s) %s cannot "
+            "build the op; their messages give the reason",
             ", ".join(map(str, lacking)),
         )
         own.close()
@@ -249,7 +249,7 @@ class CoarseExtended(OneDeviceExtended):  # type: ignore[misc,unused-ignore]
         if self._operations is None:
             return "a job of one worker has no memory devices"
         if not self._operations.has_kernel:
-            return "there is no compiler to build the op for it"
+            return "no compiler is available to build the op for it"
         if self._settings.keep_devices or self._settings.replicas:
             return (
                 "COARSE_KEEP_DEVICES and COARSE_REPLICAS need a recovery that coarse.tensorflow does not have"
@@ -434,8 +434,8 @@ class CoarseExtended(OneDeviceExtended):  # type: ignore[misc,unused-ignore]
     ) -> Any:
         if self._operations is not None and not self.variable_created_in_scope(var):
             raise ValueError(
-                f"variable {var.name!r} was created outside of strategy.scope(): each worker started with a value of "
-                "its own. Build the model and compile it within `with strategy.scope():`."
+                f"variable {var.name!r} was created outside of strategy.scope(): each worker started with a "
+                "different value. Build the model and compile it within `with strategy.scope():`."
             )
         return self._update(var, fn, args, kwargs or {}, group)
 

@@ -14,7 +14,7 @@ def check_version(version: str) -> None:
     """
     if ".".join(version.split(".")[:2]) not in SUPPORTED:
         raise ImportError(
-            f"coarse.tensorflow works with TensorFlow {', '.join(f'{each}.*' for each in SUPPORTED)}, and {version} "
-            "is installed: a tf.distribute.Strategy rests on interfaces that change between minor versions. Install "
+            f"coarse.tensorflow works with TensorFlow {', '.join(f'{each}.*' for each in SUPPORTED)}, but {version} "
+            "is installed: a tf.distribute.Strategy uses interfaces that change between minor versions. Install "
             f"tensorflow=={SUPPORTED[-1]}.* (or tensorflow-cpu)"
         )

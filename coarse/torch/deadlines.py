@@ -35,7 +35,7 @@ class Call(Generic[_T]):
         if self._errors:
             raise self._errors[0]
         if not self._results:
-            raise TimeoutError(f"nothing came within {timeout_s:.1f} s")
+            raise TimeoutError(f"no answer within {timeout_s:.1f} s")
         return self._results[0]
 
     def _run(self) -> None:
@@ -55,6 +55,6 @@ def within(timeout_s: float, function: Callable[[], _T], what: str) -> _T:
         return Call(function).result(timeout_s)
     except TimeoutError:
         raise RendezvousError(
-            f"{what} has not answered within {timeout_s:.1f} s (COARSE_TIMEOUT_S). It is stopped, or a firewall "
-            "between drops what is sent."
+            f"{what} has not answered within {timeout_s:.1f} s (COARSE_TIMEOUT_S). It may be stopped, or a firewall "
+            "may drop the messages."
         ) from None

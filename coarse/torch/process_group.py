@@ -75,7 +75,7 @@ def choose_process_group(process_group: Any, device_mesh: Any) -> Any:
         raise ValueError("give process_group or device_mesh, not both")
     if device_mesh is not None:
         if device_mesh.ndim != 1:
-            raise ValueError(f"device_mesh must have one dimension, has {device_mesh.ndim}; slice it by name")
+            raise ValueError(f"device_mesh must have one dimension, not {device_mesh.ndim}; slice it by name")
         process_group = device_mesh.get_group(mesh_dim=0)
     if process_group is None:
         return current_process_group()
@@ -144,14 +144,14 @@ def _reach(rank: int, host: str, port: int, timeout_s: float) -> Any:
         try:
             return attempt.result(left_s + _GRACE_S)
         except TimeoutError:
-            reason = "it takes the connection and says nothing"  # a late answer still counts
+            reason = "it accepts the connection, but does not answer"  # a late answer still counts
         except RuntimeError as error:  # DistNetworkError and DistStoreError are RuntimeErrors
             reason, attempt = why_unresolved(host) or _first_line(error), None
         elapsed_s = time.monotonic() - started
         if elapsed_s >= timeout_s:
             raise RendezvousError(
-                f"worker {rank}: nobody answered at {host}:{port} within {elapsed_s:.0f} s ({reason}). Start worker "
-                "0, or check MASTER_ADDR and MASTER_PORT, and what lies between, such as a firewall."
+                f"worker {rank}: no process answered at {host}:{port} within {elapsed_s:.0f} s ({reason}). Start "
+                "worker 0, or check MASTER_ADDR, MASTER_PORT and the network, for example for a firewall."
             )
         unresolved = why_unresolved(host)
         logger.warning(

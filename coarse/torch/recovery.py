@@ -77,9 +77,9 @@ class Recovery:
         optimizer = stand_in_of(bare_optimizer(optimizer))
         if not isinstance(optimizer, DistributedOptimizer):
             raise TypeError(
-                f"Recovery goes on from what memory devices keep of parameters and optimizer: it needs a "
-                f"coarse.torch.DistributedOptimizer, not a {type(optimizer).__name__}. Without one, a Checkpointer "
-                "brings restarted workers back"
+                "Recovery resumes from the parameters and the optimizer in the memory devices: it needs a "
+                f"coarse.torch.DistributedOptimizer, not a {type(optimizer).__name__}. Without one, resume "
+                "restarted workers with a Checkpointer"
             )
         self._model = model
         self._optimizer = optimizer
@@ -97,12 +97,12 @@ class Recovery:
             if not own:
                 raise RuntimeError(
                     f"the memory devices hold step {self._num_updates}, but no state of this worker, because steps "
-                    "were taken before Recovery was constructed. Construct it first, and start the job anew"
+                    "were taken before Recovery was constructed. Construct it first, and start a new job"
                 )
             kept = json.loads(own)
             if kept["update"] != self._num_updates:
                 raise RuntimeError(
-                    f"the memory devices hold step {self._num_updates}, and this worker's state of step "
+                    f"the memory devices hold step {self._num_updates}, but this worker's state of step "
                     f"{kept['update']}; construct Recovery before the first step"
                 )
             self.load_state_dict(from_json(kept["state"], translate=from_small_tensor))
@@ -125,8 +125,8 @@ class Recovery:
         """Restores the state from state_dict() and calls `on_resume`."""
         if saved["state"].keys() != self._state.keys():
             raise RuntimeError(
-                f"the state of step {saved['step']} has {sorted(saved['state'])}, Recovery was given "
-                f"{sorted(self._state)}; restart the job with the script that it was started with"
+                f"the state of step {saved['step']} has {sorted(saved['state'])}, but Recovery was given "
+                f"{sorted(self._state)}; restart the job with its original script"
             )
         self.step = self._num_steps = saved["step"]
         self._position.load_state_dict(saved["position"])
@@ -141,7 +141,7 @@ class Recovery:
             self._on_resume()
         self._resumed_generators = _generators.state_dict()
         place = self._position
-        logger.info("goes on from step %d, epoch %d, batch %d", self.step, place.epoch, place.num_batches)
+        logger.info("resuming from step %d, epoch %d, batch %d", self.step, place.epoch, place.num_batches)
 
     @property
     def epoch(self) -> int:
@@ -200,8 +200,9 @@ class _ForgottenSchedule:
         if schedule.last_epoch == self._begun_at:
             warnings.warn(
                 f"the {type(schedule).__name__} that Recovery steps on resuming was not stepped by the loop in "
-                f"{self._ENOUGH_STEPS} steps of the optimizer: the learning rate stands still. Call schedule.step() "
-                "after optimizer.step() as without Recovery; on_resume is called after a restart alone",
+                f"{self._ENOUGH_STEPS} steps of the optimizer: the learning rate does not change. Call "
+                "schedule.step() after optimizer.step() as without Recovery; on_resume is called only after a "
+                "restart",
                 stacklevel=4,
             )
 

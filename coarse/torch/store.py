@@ -18,7 +18,7 @@ from coarse.torch.deadlines import within
 
 _T = TypeVar("_T")
 
-_WHO = "the store by which workers meet, which worker 0 or torchrun's agent serves,"
+_WHO = "the workers' store, which worker 0 or torchrun's agent serves,"
 _FIRST_POLL_S = 0.001
 _LONGEST_POLL_S = 0.05
 
@@ -57,7 +57,7 @@ class TorchStore:
         pause_s = _FIRST_POLL_S
         while not self.has(key):
             if time.monotonic() >= deadline:
-                raise TimeoutError(f"nobody set {key!r} within {timeout_s:.1f} s")
+                raise TimeoutError(f"no process set {key!r} within {timeout_s:.1f} s")
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_POLL_S)
         return self._secret.open(f"{self._prefix}/{key}", bytes(self._ask(lambda: self._store.get(key))))
@@ -76,7 +76,7 @@ class TorchStore:
     def _ask(self, function: Callable[[], _T]) -> _T:
         # A caller that waits forever blocks the client for all other callers.
         if self._is_silent:
-            raise RendezvousError(f"{_WHO} has not answered before")
+            raise RendezvousError(f"{_WHO} did not answer an earlier request")
         try:
             return within(self._timeout_s, function, _WHO)
         except RendezvousError:

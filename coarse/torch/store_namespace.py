@@ -70,7 +70,7 @@ def _come(door: TorchStore, rank: int) -> int:
             before = WorkerAddress(**json.loads(door.get(f"address/{rank}/{number - 1}", _MOMENT_S)))
             if before != own and before.lives_here():
                 raise RendezvousError(
-                    f"worker {rank}: another process has joined as rank {rank} already (pid {before.pid}). "
+                    f"worker {rank}: another process has already joined as rank {rank} (pid {before.pid}). "
                     "Give each process its own RANK."
                 )
     return number
@@ -85,7 +85,7 @@ def _ask(door: TorchStore, rank: int, number: int, timeout_s: float) -> str:
             waited_s = time.monotonic() - started
             logger.warning("[w%s] %.0f s: waiting for worker 0", rank, waited_s)
     raise RendezvousError(
-        f"worker {rank}: after {timeout_s:.1f} s worker 0 has not come. Start it, or look at why it ended."
+        f"worker {rank}: worker 0 did not join within {timeout_s:.1f} s. Start it, or find out why it ended."
     )
 
 

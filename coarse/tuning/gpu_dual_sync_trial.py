@@ -65,7 +65,8 @@ class TrialTimes:
         """The times in words."""
         return (
             f"{self.num_bytes >> 20} MiB took {self.by_devices * 1e3:.2f} ms through the memory devices, "
-            f"{self.by_workers * 1e3:.2f} ms by NCCL between the workers, {self.by_both * 1e3:.2f} ms half and half"
+            f"{self.by_workers * 1e3:.2f} ms by NCCL between the workers, {self.by_both * 1e3:.2f} ms half by "
+            "each"
         )
 
 

@@ -82,9 +82,9 @@ class MeasurePlan:
 
     def __post_init__(self) -> None:
         if not self.sizes or len(set(self.sizes)) < len(self.sizes) or min(self.sizes) < 1:
-            raise ValueError(f"sizes must be some, each once and at least 1: {self.sizes}")
+            raise ValueError(f"sizes must be distinct and at least 1, and not empty: {self.sizes}")
         if max(self.sizes) >= 1 << 32:
-            raise ValueError(f"a probe has less than 4 GiB: {max(self.sizes)} bytes")
+            raise ValueError(f"a probe must be smaller than 4 GiB: {max(self.sizes)} bytes")
         if not 0 <= self.budget_s < float("inf"):
             raise ValueError(f"a budget of {self.budget_s} s is not finite and at least 0")
 
@@ -310,8 +310,8 @@ def _affordable_sizes(session: TunedSession, table: PartitionTable, sizes: Seque
     affordable = [size for size in sizes if size <= -most[0]]
     if not affordable:
         raise OutOfDeviceMemoryError(
-            f"probes of {min(sizes)} bytes need {min(sizes) * (2 * table.num_workers + table.num_devices)} bytes of "
-            f"device memory; {available} bytes are available"
+            f"probes of {min(sizes)} bytes need {min(sizes) * (2 * table.num_workers + table.num_devices)} "
+            f"bytes of device memory, but only {available} bytes are available"
         )
     return affordable
 

@@ -195,7 +195,7 @@ class Replanner:
         try:
             self._profile = refresh_profile(self._profile, times)
         except ContradictoryFiguresError as error:
-            logger.info("links are taken to be as they were: %s", error)
+            logger.info("the links are assumed unchanged: %s", error)
             return
         self._gauge.look_done(traffic)
         assert self._planned_for is not None
@@ -220,7 +220,7 @@ class Replanner:
                 by_traffic, by_probes = self._num_timed
                 self._decide(
                     f"step {self._num_steps}: w{worker} goes {_route(new)} instead of {_route(old)} "
-                    f"({by_traffic} times of traffic, {by_probes} of probes)"
+                    f"({by_traffic} times from traffic, {by_probes} from probes)"
                 )
 
     def _times_of_traffic(self, sizes: Sequence[int]) -> dict[PathId, dict[int, float]]:

@@ -58,7 +58,7 @@ class StepPlanning:
             where = " of tensors in the host's memory" if self._may_use_nccl else ""
             decisions.append(f"dual synchronisation{where}: none: {reason}")
         if self._settings.replan_steps > 0 and not self._follows_links:
-            decisions.append("replanning: none: routes follow no links that could change")
+            decisions.append("replanning: none: no routes depend on links that could change")
         return decisions
 
     def decisions(self) -> list[str]:
@@ -90,11 +90,13 @@ class StepPlanning:
         if not self._is_one_node:
             return "the workers of several nodes share no memory"
         if self._are_devices_on_gpus and not self._is_emulated:
-            return "memory devices are on GPUs, whose workers see none of each other's tensors"
+            return "memory devices are on GPUs, so workers cannot access each other's tensors"
         if self._settings.sync_algorithm in ("ring", "nccl"):
-            return f"{self._settings.sync_algorithm} has contributions of all workers in all memory devices"
+            return f"{self._settings.sync_algorithm} needs the contributions of all workers in all memory devices"
         if self._profile is None and self._settings.dual_sync == AUTO:
-            return "there is no profile to estimate it by; `coarse profile` or COARSE_PROFILE=auto makes one"
+            return (
+                "no profile is available for the estimate; `coarse profile` or COARSE_PROFILE=auto makes one"
+            )
         return ""
 
     @property
@@ -141,9 +143,9 @@ class StepPlanning:
     def _watch_gpu(self, session: TunedSession, group: TensorGroup, gpu: str) -> None:
         wanted, algorithm = self._settings.dual_sync, self._settings.sync_algorithm
         if wanted == AUTO and algorithm in ("direct", "gather", "exchange"):
-            return self._refuse(group, f"{algorithm} was asked for, which adds in the order of the workers")
+            return self._refuse(group, f"{algorithm} is set, which adds in the order of the workers")
         if group.places.with_nccl > 0:
-            return self._refuse(group, "NCCL is for another one, and needs all of its work in one order")
+            return self._refuse(group, "another group uses NCCL, and NCCL needs all of its work in one order")
         from coarse.tuning.gpu_dual_sync import GpuDualSync
 
         self._gpu_planners.append(GpuDualSync(session, group, gpu=gpu, mode=wanted))

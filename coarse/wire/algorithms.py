@@ -73,8 +73,8 @@ def check_nccl(table: PartitionTable) -> None:
 def _nccl_problem(table: PartitionTable) -> str:
     if not table.is_on_gpus:
         return (
-            f"memory devices are in {', '.join(table.memories)}, and NCCL reduces between GPUs; choose another "
-            "algorithm, or COARSE_MEMORY_DEVICES=cuda:0,cuda:1"
+            f"memory devices are in {', '.join(table.memories)}, but NCCL reduces between GPUs only; choose "
+            "another algorithm, or COARSE_MEMORY_DEVICES=cuda:0,cuda:1"
         )
     try:
         library = find_nccl()
@@ -85,8 +85,8 @@ def _nccl_problem(table: PartitionTable) -> str:
         shares = library.version >= _SHARES_GPUS and may_share_gpus_over_nccl()
         if memory == other and not shares:
             return (
-                f"memory devices {first} and {second} are both on {memory}, which {describe(library)} refuses; 2.30 "
-                "and later can with NCCL_MULTI_RANK_GPU_ENABLE=1. Give each a GPU of its own, or choose another "
-                "algorithm"
+                f"memory devices {first} and {second} are both on {memory}, which {describe(library)} refuses; "
+                "NCCL 2.30 and later supports it with NCCL_MULTI_RANK_GPU_ENABLE=1. Give each its own GPU, or "
+                "choose another algorithm"
             )
     return ""

@@ -22,8 +22,8 @@ def after_a_failure(replicas: int) -> str:
     """
     if replicas:
         return (
-            "What it kept is with its neighbour too (COARSE_REPLICAS): workers that are started again, as "
-            "--max-restarts does, go on from the last whole step."
+            "Its neighbour has a copy of its contents (COARSE_REPLICAS): workers that are started again "
+            "(--max-restarts) continue from the last complete step."
         )
     return (
         "Gradients of this step are lost; parameters are those of the step before. Start the job again from your "
@@ -124,7 +124,9 @@ def device_silent(job: DeviceJob, device: int) -> Failure:
 
 def silence(heartbeat_s: float) -> str:
     """The state of a device that makes no progress, in words."""
-    return f"has given no sign of life for more than {heartbeat_s:g} s (COARSE_HEARTBEAT_S), as if stopped"
+    return (
+        f"has given no sign of life for more than {heartbeat_s:g} s (COARSE_HEARTBEAT_S); it may be stopped"
+    )
 
 
 def _name(job: DeviceJob, device: int) -> str:
@@ -152,10 +154,9 @@ def worker_died(rank: int, pid: int, last_step: int, evidence: str = "") -> Fail
     """
     return Failure(
         error="WorkerLostError",
-        text=f"worker {rank} (pid {pid}) died; {f'{evidence}; ' if evidence else ''}its last contribution was step "
-        f"{last_step}. "
-        "Parameters are those of the last step that every worker finished. Start the job again from these, or from "
-        "your last checkpoint.",
+        text=f"worker {rank} (pid {pid}) died; {f'{evidence}; ' if evidence else ''}its last contribution was "
+        f"step {last_step}. Parameters are those of the last step that every worker finished. Start the "
+        "job again from these or from your last checkpoint.",
     )
 
 
@@ -177,8 +178,8 @@ def workers_departed(ranks: Mapping[int, int], failed: Iterable[int]) -> Failure
     """
     if failing := sorted(failed):
         text = (
-            f"worker(s) {', '.join(map(str, failing))} left with an error of their own while others still "
-            "synchronise: look at their output. Start the job again from your last checkpoint."
+            f"worker(s) {', '.join(map(str, failing))} left with an error of their own while others were still "
+            "synchronising: see their output. Start the job again from your last checkpoint."
         )
     else:
         text = (
@@ -203,8 +204,7 @@ def overwritten_counter(name: str, begun: int, ranks: Sequence[int]) -> str:
         ranks: The workers that share it.
     """
     return (
-        f"{name}: the counter by which workers begin snapshots says {begun}, which cannot be: worker "
-        f"{' or '.join(map(str, ranks))} has overwritten it. Snapshots that were begun before stay right, training "
-        "goes on, and no other snapshot begins. Look for a stray write in what these workers run, and start the job "
-        "again."
+        f"{name}: the snapshot counter is {begun}, an impossible value: worker {' or '.join(map(str, ranks))} "
+        "has overwritten it. Earlier snapshots stay valid and training continues, but no new snapshot can "
+        "begin. Look for a stray write in the code of these workers, and start the job again."
     )

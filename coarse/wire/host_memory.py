@@ -61,9 +61,9 @@ def refused(error: OSError, label: str, num_bytes: int, shortage: str) -> OutOfD
     if error.errno == errno.EFBIG:  # to the kernel, shared memory is a file
         limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
         return OutOfDeviceMemoryError(
-            f"{label} needs {num_bytes / 2**20:.1f} MiB in one piece, and a file of this process, as shared memory "
-            f"is one, may have {limit / 2**20:.1f} MiB at most. Raise that limit: `ulimit -f unlimited` in a shell, "
-            "LimitFSIZE of a service"
+            f"{label} needs {num_bytes / 2**20:.1f} MiB in one piece. Shared memory is a file, and a file of "
+            f"this process can have at most {limit / 2**20:.1f} MiB. Raise that limit: `ulimit -f unlimited` "
+            "in a shell, LimitFSIZE of a service"
         )
     if error.errno in (errno.ENOSPC, errno.ENOMEM):
         return OutOfDeviceMemoryError(shortage)

@@ -160,10 +160,10 @@ class Channel:
         magic, version, announced_fds, total, offset = _HEADER.unpack_from(frame)
         if magic != _MAGIC or version != PROTOCOL_VERSION:
             raise ProtocolError(
-                f"a control frame of version {version} came, this is version {PROTOCOL_VERSION}"
+                f"a control frame of version {version} arrived, but this is version {PROTOCOL_VERSION}"
             )
         if announced_fds != num_fds or total > self._most_bytes:
-            raise ProtocolError("a control frame announces what it does not carry")
+            raise ProtocolError("a control frame announces contents that it does not carry")
         fragment = memoryview(frame)[_HEADER.size :]
         if not fragment or (num_fds and offset):
             raise ProtocolError(
@@ -193,9 +193,9 @@ def _duplicates(fds: Sequence[int]) -> list[int]:
 def _too_many_open_files() -> CoarseError:
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     return CoarseError(
-        f"process {os.getpid()} may have no more open files than the {limit} that it has, and each group of tensors "
-        f"takes some for the memory that it shares. Raise the limit, which may be {most}: `ulimit -n` in a shell, "
-        "LimitNOFILE of a service"
+        f"process {os.getpid()} has reached its limit of {limit} open files, and each group of tensors needs "
+        f"some for its shared memory. Raise the limit, up to {most}: `ulimit -n` in a shell, LimitNOFILE of a "
+        "service"
     )
 
 
@@ -222,9 +222,9 @@ def _parse(payload: bytes) -> Message:
     try:
         message = json.loads(payload)
     except (ValueError, RecursionError) as error:
-        raise ProtocolError(f"a control message is no JSON: {error}") from None
+        raise ProtocolError(f"a control message is not JSON: {error}") from None
     if not isinstance(message, dict):
-        raise ProtocolError("a control message is no JSON object")
+        raise ProtocolError("a control message is not a JSON object")
     return message
 
 
@@ -251,6 +251,6 @@ def text_field(message: Message, name: str) -> str:
     value = message.get(name)
     if not isinstance(value, str) or not 0 < len(value) <= _MOST_KEY_CHARACTERS:
         raise ProtocolError(
-            f"control message {message.get('type')!r}: {name} is no text of a sensible length"
+            f"control message {message.get('type')!r}: {name} is not a string of an accepted length"
         )
     return value

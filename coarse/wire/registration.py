@@ -173,9 +173,9 @@ class GroupSchema:
         """
         specs, state_names = message.get("specs"), message.get("state_names")
         if not isinstance(specs, list) or not 0 < len(specs) <= _MAX_TENSORS:
-            raise ProtocolError("a registration carries no list of tensors")
+            raise ProtocolError("a registration has no list of tensors")
         if state_names is not None and not isinstance(state_names, list):
-            raise ProtocolError("the state names of a registration are no list")
+            raise ProtocolError("the state names of a registration are not a list")
         try:
             return cls(
                 name=str(message["name"]),
@@ -229,8 +229,8 @@ def _first_difference(first: int, expected: GroupSchema, other: int, offered: Gr
         more, fewer = (expected, offered) if len(expected.specs) > len(offered.specs) else (offered, expected)
         owner = first if more is expected else other
         return (
-            f"worker {owner} has {len(more.specs)} tensors, the other {len(fewer.specs)}; "
-            f"the first one more is {_describe(more.specs[len(fewer.specs)])}"
+            f"worker {owner} has {len(more.specs)} tensors, the other {len(fewer.specs)}; the first extra one "
+            f"is {_describe(more.specs[len(fewer.specs)])}"
         )
     return (
         f"{_settings(expected)} on worker {first}, {_settings(offered)} on worker {other} "

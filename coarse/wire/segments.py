@@ -72,7 +72,7 @@ class Segment:
         for piece in pieces[:-1]:
             if piece.extent is None or piece.extent.num_bytes != piece.num_bytes:
                 raise ValueError(
-                    f"a piece of {piece.num_bytes} bytes is no whole number of pages, and not the last"
+                    f"a piece of {piece.num_bytes} bytes is not a whole number of pages, and it is not the last piece"
                 )
         first, *rest = pieces
         return cls(first.fd, sum(each.num_bytes for each in pieces), first.extent, rest)

@@ -36,11 +36,11 @@ def check_routes(schema: GroupSchema, job: DeviceJob, *, is_on_gpu: bool) -> Non
     furthest = max(max(table.lat_proxy, table.bw_proxy) for table in schema.routes)
     if len(schema.routes) != job.num_clients or furthest >= job.num_devices:
         raise ValueError(
-            f"{schema.name}: {len(schema.routes)} workers have routes to memory devices up to md{furthest}; this "
-            f"node has {job.num_clients} and {job.num_devices}"
+            f"{schema.name}: {len(schema.routes)} workers have routes to memory devices up to md{furthest}, "
+            f"but this node has {job.num_clients} workers and {job.num_devices} memory devices"
         )
     if not is_on_gpu or schema.window_bytes or schema.is_open:
         raise ValueError(
-            f"{schema.name}: slots lie where they are routed in the memory of GPUs, unless tensors take turns in "
-            "them or other workers see them"
+            f"{schema.name}: routes need slots in GPU memory that tensors do not share and other workers do "
+            "not access"
         )

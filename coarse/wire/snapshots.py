@@ -32,7 +32,7 @@ class KeptTensor:
 
     def __post_init__(self) -> None:
         if sorted(self.order) != list(range(len(self.saved.shape))):
-            raise ValueError(f"{self.saved.name}: {self.order} is no order of its dimensions")
+            raise ValueError(f"{self.saved.name}: {self.order} is not an order of its dimensions")
 
     @property
     def is_row_major(self) -> bool:
@@ -107,7 +107,7 @@ class SnapshotContents:
                 ),
             )
         except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise ProtocolError(f"what is asked of a snapshot cannot be read: {error!r}") from None
+            raise ProtocolError(f"a snapshot request cannot be read: {error!r}") from None
 
 
 def write_request(folder: str, details: SaveDetails, options: WriteOptions) -> Message:

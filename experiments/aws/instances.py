@@ -61,4 +61,4 @@ INSTANCES: Mapping[str, Instance] = MappingProxyType(
         ),
     }
 )
-"""By name, as AWS calls them; "cpu" is any machine without GPUs."""
+"""By AWS's names; "cpu" is any machine without GPUs."""

@@ -33,7 +33,7 @@ from experiments.aws.instances import INSTANCES, Instance
 TRAIN = Path(__file__).with_name("train.py")
 ROOT = Path(__file__).resolve().parents[2]
 SYSTEMS = ("none", "ddp", "horovod", "coarse", "coarse-offload")
-"""Those of experiments.aws.train, in the order in which they run."""
+"""The systems of experiments.aws.train, in running order."""
 
 _LARGEST_DIFFERENCE = (
     0.1  # as a share of the parameters' total change: systems round sums differently
@@ -78,7 +78,7 @@ class Nodes:
         number: Number of instances.
         rank: This instance's number, from 0.
         master_addr: Address of the first instance; "" for a single instance.
-        master_port: The first port of a range with one port for each run, so that a run never reuses the previous one's.
+        master_port: The first of a range of ports, one for each run: no run meets the previous one.
     """
 
     number: int = 1

@@ -22,7 +22,7 @@ from coarse.bench.models import MODELS, Workload, build_workload
 
 LEARNING_RATE = 1e-4
 SYSTEMS = ("coarse", "coarse-offload", "ddp", "horovod", "none")
-"""COARSE; the same with the optimizer in the memory devices; AllReduce in two ways; no communication at all."""
+"""COARSE; COARSE with the optimizer in the memory devices; two AllReduce systems; no communication."""
 
 _SAMPLED_PARAMETERS = 16
 _SAMPLES_PER_PARAMETER = 8

@@ -11,13 +11,13 @@ from experiments.common import Experiment, Finding, Options, Outcome, main
 from experiments.profiles import get_profile
 
 PAPER_GBYTES_PER_S = {"aws-p3": (9.0, 16.0), "sdsc-p100": (25.0, 18.0)}
-"""Figure 8: local and remote, both directions in sum, by machine."""
+"""Figure 8: local and remote, both directions together, by machine."""
 
 ALIKE = ("aws-g4dn",)
-"""Machines where local and remote make no difference (section V-C)."""
+"""Machines whose local and remote bandwidths are equal (section V-C)."""
 
 TOLERANCE = 0.1
-"""How far a bandwidth may be from the paper's."""
+"""Largest accepted relative difference from the paper's bandwidth."""
 
 
 def bandwidths(profile: Profile) -> list[list[float]]:

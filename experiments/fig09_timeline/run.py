@@ -27,7 +27,7 @@ from experiments.profiles import get_profile, plan_tables
 
 MACHINE = "aws-p3"
 TENSOR_BYTES = tuple(size << 20 for size in (8, 4, 16, 6, 4, 12))
-"""Of unequal sizes: with equal ones whole tensors would be a pipeline of shards themselves."""
+"""Unequal sizes: whole tensors of equal size would themselves form a pipeline of shards."""
 
 TIME_DILATION = 200.0  # a shard takes 50 ms on the host: delayed polling is a small part of it
 LOOK_INTERVAL_S = 0.001
@@ -37,10 +37,10 @@ AT_ONCE = "shards, all pushed at once"
 PUSH, PULL = "push", "pull"
 
 LEAST_BUSY = 0.8
-"""Of a pipeline in each direction; not all of it, for its ends are idle."""
+"""Expected busy share of a pipeline in each direction; less than 1 because its ends are idle."""
 
 MOST_BUSY_FIFO = 0.6
-"""Of whole tensors first in first out; half, but pulls are counted from where synchronising begins."""
+"""Largest busy share of whole tensors in FIFO order: half, plus the synchronisation, which counts as pull."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

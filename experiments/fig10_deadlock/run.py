@@ -32,7 +32,7 @@ FCFS, QUEUES = "fcfs", "queues"
 LABELS = {FCFS: "first-come-first-serve", QUEUES: "a queue for each client"}
 TENSOR_ELEMENTS = 16384  # 64 KiB of float32
 LIMIT_S = 3.0
-"""What counts as a deadlock; a run without one takes about a thousandth of it."""
+"""A run of this duration counts as a deadlock; other runs take about a thousandth of it."""
 
 NUM_CREWS = 3  # run at the same time with first-come-first-serve: most of them only wait for the limit
 

@@ -12,7 +12,7 @@ FULL_FROM_BYTES = 2 << 20
 """Section III-E: below 2 MB the bus is not saturated; Figure 14: at 2 MB or higher it is."""
 
 OBSERVED_ON = ("aws-p3", "sdsc-p100")
-"""The machines of which section III-E says so. Figure 14 itself is of the paper's FPGA board."""
+"""The machines for which section III-E states it. Figure 14 itself shows the paper's FPGA board."""
 
 
 def compare(profile: Profile) -> Finding:

@@ -39,7 +39,7 @@ _LAUNCHERS = {
     "coarse": ("-m", "coarse", "run", "-n", str(NUM_WORKERS)),
     "torch": ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(NUM_WORKERS)),
 }
-"""What starts the job, as a user does: counted too."""
+"""The user's command that starts the job; its memory counts too."""
 _TIMEOUT_S = 600
 _REFUSED = "OutOfDeviceMemoryError"
 

@@ -51,7 +51,7 @@ CASES = {
     "aws-p3": Case(tflops=7.85, paper="20 to 42 % less (V-E)", most=0.8),
     "sdsc-p100": Case(tflops=4.65, paper="28 % less (V-E)", most=0.8),
 }
-"""Peaks: T4 8.1, V100 15.7, P100 9.3 TFLOPS, by their data sheets."""
+"""Peaks from the data sheets: T4 8.1, V100 15.7, P100 9.3 TFLOPS."""
 
 
 def replay(machine: str, options: Options) -> dict[str, ReplayResult]:

@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "torch_bert_squad.py"
 KEPT = ("--keep-devices", "60")
 LONGEST_LIFE_S = 2.0
-"""After its first step, how long a worker lives at most that is going to be killed."""
+"""Longest time from a worker's first step until it is killed."""
 
 _STEP = re.compile(r"step (\d+)/(\d+) loss")
 _RESTART = re.compile(r"restart (\d+) of")

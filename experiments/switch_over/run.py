@@ -28,17 +28,17 @@ from experiments.profiles import get_profile, links_of, plan_tables
 
 MACHINES = ("aws-p3", "sdsc-p100")
 WAYS = (ALL_GATHER, ALL_TO_ALL, RING)
-"""Of reducing among the workers, those with few latencies first."""
+"""Algorithms of the direct all-reduce, those with few latencies first."""
 
 SIZES = tuple(4096 << power for power in range(10))
-"""4 KiB to 2 MiB, which is a shard."""
+"""4 KiB to 2 MiB, the size of a shard."""
 
 TIME_DILATION = 400.0
-"""One latency of 20 us takes 8 ms of the host then, which a late look prolongs by a few per cent."""
+"""A latency of 20 us becomes 8 ms on the host; delayed polling adds a few per cent to it."""
 
 REPEATS = 9
 AGREES_WITHIN = 0.25
-"""Of a prediction: a latency is measured about that exactly, and the crossing is proportional to it."""
+"""Accepted relative error: about the accuracy of a measured latency, to which the crossing is proportional."""
 
 _WHOLE_TENSORS = 1 << 32
 

@@ -1,4 +1,4 @@
-"""Checkpoints need the package crc32c (`pip install 'coarse[checkpoint]'`); without it there is nothing to test."""
+"""Checkpoints need the package crc32c (`pip install 'coarse[checkpoint]'`); without it these tests are skipped."""
 
 from importlib.util import find_spec
 

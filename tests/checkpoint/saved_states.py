@@ -1,4 +1,4 @@
-"""Small states whose every byte follows from step and name, and folders to save them in."""
+"""Small states whose bytes are functions of step and name, and folders for saving them."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ TENSORS = (
     SavedTensor(name="optimizer.step.weight", dtype="F32", shape=()),
 )
 
-# So small that these states have several files, and their tensors several chunks.
+# Small limits, so that these states have several files, and their tensors several chunks.
 OPTIONS = WriteOptions(file_bytes=256, chunk_bytes=64, flush_bytes=128, state_timeout_s=20.0)
 
 
 def content(tensor: SavedTensor, step: int) -> bytes:
-    """The bytes of a tensor at a step."""
+    """Bytes of a tensor at a step."""
     seed = int.from_bytes(hashlib.sha256(f"{tensor.name} {step}".encode()).digest()[:8], "little")
     data = np.random.default_rng(seed).integers(0, 256, tensor.nbytes, dtype=np.uint8)
     return (data & 1 if tensor.dtype == "BOOL" else data).tobytes()
@@ -64,7 +64,7 @@ def begin(
     own_state: Any = None,
     options: WriteOptions = OPTIONS,
 ) -> bool:
-    """Begins to save a state; `own_state` is that of worker 0."""
+    """Begins to save a state; `own_state` is the own state of worker 0."""
     details = details or SaveDetails()
     own = WorkerState(step=state.step, save_number=details.save_number, rank=0, state=own_state)
     writing = SourceWriting(saver.folder, state, details, options)
@@ -72,10 +72,10 @@ def begin(
 
 
 def check_contents(checkpoint: Checkpoint) -> None:
-    """Every tensor is there, with the bytes of its step.
+    """Checks that the checkpoint contains every tensor, with the bytes of its step.
 
     Raises:
-        AssertionError: If not.
+        AssertionError: If a tensor is missing or differs.
     """
     assert set(checkpoint.tensors) == set(TENSORS)
     for tensor in checkpoint.tensors:

@@ -1,4 +1,4 @@
-"""`coarse checkpoint`: tables and JSON of the same, exit codes, and nothing removed that should stay."""
+"""`coarse checkpoint`: tables and the equivalent JSON, exit codes; files to keep are not removed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from coarse.cli.main import main
 
 @pytest.fixture
 def folder(tmp_path):
-    """Three checkpoints, of which the newest is torn, and what a killed save left."""
+    """Three checkpoints, the newest one torn, and the remains of a killed save."""
     place = tmp_path / "job"
     save(place, 1, 2, 3)
     (place / "step-3" / MANIFEST_NAME).unlink()
@@ -57,7 +57,7 @@ def test_list(folder, capsys):
 def test_show(folder, capsys):
     code, found = run_json(capsys, "show", folder, "--tensors")
     assert code == 0
-    assert found["step"] == 2  # the newest that is whole
+    assert found["step"] == 2  # the newest complete one
     assert {tensor["name"] for tensor in found["tensor_list"]} == {tensor.name for tensor in TENSORS}
     code, output = run(capsys, "show", folder, "1", "--tensors")
     assert code == 0
@@ -73,7 +73,7 @@ def test_show_of_what_is_not_whole(folder, capsys, which):
 
 def test_nothing_to_verify_is_an_error(tmp_path, capsys):
     assert main(["checkpoint", "verify", str(tmp_path)]) == 1
-    assert f"{tmp_path} has no checkpoints" in capsys.readouterr().err
+    assert f"{tmp_path} contains no checkpoints" in capsys.readouterr().err
 
 
 def test_verify(folder, capsys):

@@ -1,4 +1,4 @@
-"""Faults while a checkpoint is saved: the newest complete one loads whatever happens, and training goes on."""
+"""Faults while a checkpoint is saved: the newest complete one always loads, and training continues."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from coarse.errors import CheckpointError
 
 
 def operations(path: Path, work) -> list[tuple[str, str]]:
-    """The operations of `work`, in their order."""
+    """The operations of `work`, in order."""
     seen: list[tuple[str, str]] = []
     work(path, lambda *operation: seen.append(operation))
     return seen
 
 
 def killing(number: int):
-    """A failpoint: kills the process before its operation of that number."""
+    """A failpoint that kills the process before operation `number`."""
     count = 0
 
     def observe(operation, name):
@@ -43,7 +43,7 @@ def killing(number: int):
 
 
 def run_and_kill(path: Path, work, number: int) -> int:
-    """Runs `work` in a child that is killed before an operation; returns how it ended."""
+    """Runs `work` in a child process, killed before operation `number`; returns how the child ended."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -54,9 +54,9 @@ def run_and_kill(path: Path, work, number: int) -> int:
 
 
 def save_with_retention(path, observe):
-    """What a job does at step 3, after steps 1 and 2: keeps two, so that step 1 goes."""
+    """A job's save at step 3, after steps 1 and 2: keeps two checkpoints, so it removes step 1."""
     saver = Saver(Folder.open(path, observe=observe), keep=2)
-    # In this thread: what is killed is the process anyway, and a forked child has no other threads.
+    # In this thread: the whole process is killed anyway, and a forked child has no other threads.
     writing = SourceWriting(saver.folder, source(3), SaveDetails(has_worker_state=True), OPTIONS)
     saver._save(writing, WorkerState(step=3, save_number=0, rank=0, state={"position": 3}))
 
@@ -80,7 +80,7 @@ def test_killed_at_every_operation_the_newest_complete_checkpoint_loads(tmp_path
         save(path, 1, 2)
         assert run_and_kill(path, save_with_retention, number) == -signal.SIGKILL
         assert newest_step(path) == (3 if number > renamed else 2), done[number - 1]
-        # And the job goes on from there as if nothing had been.
+        # The job continues from there without consequences.
         with Folder.open(path) as parent:
             remove_unfinished(parent)
         save_with_retention(path, None)
@@ -89,7 +89,7 @@ def test_killed_at_every_operation_the_newest_complete_checkpoint_loads(tmp_path
 
 
 def failing(number: int, code: int):
-    """A failpoint: an operation of that number, and all after it but removals, fail."""
+    """A failpoint that makes operation `number` fail, and all later ones except removals."""
     count = 0
 
     def observe(operation, name):
@@ -106,7 +106,9 @@ def test_a_disk_that_fails_at_any_operation_leaves_the_one_before(tmp_path, code
     done = operations(tmp_path, lambda path, observe: save(path, 1, observe=observe))
     path = tmp_path / "job"
     save(path, 1)
-    for number in range(1, len(done)):  # all but the last fsync of the parent: by then it has its name
+    for number in range(
+        1, len(done)
+    ):  # all except the last fsync of the parent: by then the checkpoint has its name
         with pytest.raises(OSError, match=os.strerror(code)) as raised:
             save(path, 2, observe=failing(number, code))
         assert f"'{tmp_path}" in str(raised.value)
@@ -147,7 +149,7 @@ def test_training_goes_on_while_the_disk_is_full_until_too_many_saves_failed(tmp
 
 
 def test_a_disk_that_cannot_take_the_workers_own_state_keeps_nothing_of_it(tmp_path):
-    """The state comes before anything else of a save; that of another worker may come when the save has failed."""
+    """A save writes this state first; another worker's state may arrive after the save has failed."""
     full = threading.Event()
 
     def observe(operation, name):
@@ -314,7 +316,7 @@ def test_the_state_of_all_workers_is_awaited(tmp_path):
     details = SaveDetails(world_size=2, save_number=4, has_worker_state=True)
     saver = Saver(Folder.open(tmp_path))
     with Folder.open(tmp_path) as other:
-        # What an earlier, failed save of the same step left must not be taken for this one's.
+        # The remains of an earlier failed save of the same step must not count for this save.
         write_worker_state(other, step=1, save_number=3, rank=1, state="old")
         begin(saver, source(1), details, "zero")
         write_worker_state(other, step=1, save_number=4, rank=1, state="one")
@@ -330,6 +332,6 @@ def test_a_worker_whose_state_does_not_come_is_named(tmp_path):
     details = SaveDetails(world_size=2, has_worker_state=True)
     begin(saver, source(1), details, "zero", replace(OPTIONS, state_timeout_s=0.01))
     saver.wait()
-    assert "worker-1.json did not come" in saver.counts.last_error
+    assert "worker-1.json did not appear" in saver.counts.last_error
     saver.close()
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""Files of checkpoints: the state comes back, other libraries read them, and damage is found with the reason."""
+"""Checkpoint files: the state is restored, other libraries read them, and damage is reported with the reason."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def newest(path):
 
 
 def reason_of(path, name=FIRST):
-    """Why a checkpoint does not load."""
+    """The reason why a checkpoint does not load."""
     with Folder.open(path) as parent, pytest.raises(CheckpointError) as caught:
         open_verified(parent, name)
     return str(caught.value)
@@ -102,7 +102,7 @@ def test_a_large_checkpoint_takes_no_page_cache(tmp_path):
         name = write_checkpoint(parent, ArraySource(1, {tensor: array}), SaveDetails())
         read_back(parent, name, lambda: False)
         (file,) = (tmp_path / str(name)).glob("*.safetensors")
-        # The header was read through the page cache, and the end, which is no whole page, written through it.
+        # The header was read through the page cache. The end is not a whole page and was written through the cache.
         assert not is_cached(file, 4 << 20)
         assert not is_cached(file, 8 << 20)
         with open_verified(parent, name) as checkpoint:
@@ -119,7 +119,7 @@ def is_forgotten(folder, name):
 
 
 def is_cached(path, offset):
-    """Whether a page of a file lies in the page cache; asking reads nothing."""
+    """Whether a page of a file is in the page cache; the check reads no data."""
     with path.open("rb+") as file, mmap.mmap(file.fileno(), 0) as mapped:
         address = ctypes.addressof(ctypes.c_char.from_buffer(mapped)) + offset
         found = (ctypes.c_ubyte * 1)()
@@ -195,7 +195,7 @@ def test_other_names_are_no_checkpoints(text):
 
 
 def boundaries(length):
-    """Both sides of each boundary of a file: its ends, the chunks, and the header's length."""
+    """Positions on both sides of each boundary of a file: its ends, the chunks, and the header's length."""
     marks = {0, 8, length, *range(0, length, OPTIONS.chunk_bytes)}
     return sorted({mark + side for mark in marks for side in (-1, 0, 1)} & set(range(length)))
 
@@ -271,7 +271,7 @@ def test_a_path_that_leaves_the_folder_is_refused(tmp_path):
     (tmp_path / "outside").write_bytes(b"secret")
     text = place.read_text().replace("tensors-00001.safetensors", "../outside")
     place.write_text(text)
-    assert "damaged" in reason_of(tmp_path)  # and test_checkpoint_manifest: refused with a right checksum too
+    assert "damaged" in reason_of(tmp_path)  # test_checkpoint_manifest covers it with a correct checksum
 
 
 def test_a_renamed_checkpoint_is_refused(tmp_path):
@@ -329,7 +329,7 @@ def test_listing_says_why_one_is_not_whole(tmp_path):
     with Folder.open(tmp_path) as parent:
         torn, whole = list_checkpoints(parent)
     assert torn.manifest is None
-    assert "does not say that it is a coarse-checkpoint" in torn.reason
+    assert "does not have the format coarse-checkpoint" in torn.reason
     assert isinstance(whole.manifest, Manifest)
     assert whole.reason == ""
 
@@ -338,7 +338,7 @@ def test_listing_says_why_one_is_not_whole(tmp_path):
 
 
 def test_a_save_takes_little_memory(tmp_path):
-    """A state that is made while it is read, ten times larger than what writing it may take."""
+    """The state is created while it is read, and is ten times larger than the memory allowed for writing."""
 
     class Large:
         step = 1

@@ -1,4 +1,4 @@
-"""The manifest: what is read is what was written, to the byte, and whatever else comes is refused with the reason."""
+"""The manifest: reading returns exactly the written data; anything else is rejected with the reason."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ json_values = st.recursive(
 
 
 def with_body(**changed):
-    """A manifest with a right checksum of wrong contents."""
+    """A manifest with a correct checksum of wrong contents."""
     body = {**json.loads(MANIFEST.encode())["checkpoint"], **changed}
     text = json.dumps(body, separators=(",", ":")).encode() + b"\n"
     return (
@@ -105,7 +105,7 @@ def test_wrong_files_are_refused_or_harmless(field, value):
 
 def test_a_newer_format_is_refused_by_name():
     newer = MANIFEST.encode().replace(b'"format_version":1', b'"format_version":3')
-    with pytest.raises(CheckpointError, match=r"format version 3.*reads up to 2"):
+    with pytest.raises(CheckpointError, match=r"format version 3.*reads versions up to 2"):
         Manifest.decode(newer)
 
 
@@ -122,7 +122,7 @@ def test_names_that_lead_out_of_the_folder_are_refused(name):
     [
         ({"num_bytes": 1 << 60}, "must lie between"),
         ({"num_bytes": -1}, "must lie between"),
-        ({"num_bytes": 1 << 40}, "checksums of 64 bytes each"),
+        ({"num_bytes": 1 << 40}, "checksums for chunks of 64 bytes"),
         ({"num_bytes": 100.0}, "must lie between"),
         ({"crc32c": [1, 1 << 32]}, "must lie between"),
         ({"crc32c": [1]}, "1 checksums"),

@@ -1,4 +1,4 @@
-"""The progress bar of saves: where somebody looks, and only if it takes long enough."""
+"""The progress bar of saves: only on a terminal, and only if the save takes long enough."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Retention: the newest ones and pinned ones stay, and nothing goes before the new one is known to be whole."""
+"""Retention keeps the newest and pinned checkpoints, and removes nothing before the new one is verified."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_old_ones_stay_while_the_new_one_is_damaged(tmp_path):
     damaged = []
 
     def damage(operation, name):
-        """Changes a byte on the disk just after the checkpoint got its name."""
+        """Changes a byte on disk directly after the checkpoint was named."""
         if (operation == "rename" and name == "latest") or name.endswith("-> latest"):
             file = tmp_path / "step-3" / "tensors-00001.safetensors"
             data = bytearray(file.read_bytes())
@@ -110,5 +110,5 @@ def test_folders_of_others_are_left_alone(tmp_path):
 
 
 def test_at_least_one_is_kept(tmp_path):
-    with Folder.open(tmp_path) as parent, pytest.raises(ValueError, match="at least one"):
+    with Folder.open(tmp_path) as parent, pytest.raises(ValueError, match="keep must be at least 1"):
         prune(parent, keep=0)

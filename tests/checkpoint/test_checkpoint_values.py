@@ -1,4 +1,4 @@
-"""Plain values in checkpoints: they come back as they were, and nothing else gets in or out."""
+"""Plain values in checkpoints are restored unchanged; other values are rejected."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_values_come_back_with_their_types(value):
 def test_foreign_json_is_read_or_refused(value):
     try:
         text = json.dumps(value)
-    except TypeError:  # bytes are none of JSON's
+    except TypeError:  # JSON has no bytes
         return
     with contextlib.suppress(CheckpointError):
         from_json(json.loads(text))

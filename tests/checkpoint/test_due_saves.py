@@ -1,4 +1,4 @@
-"""DueSaves: one save at a time, one waits, and what is skipped is told."""
+"""DueSaves: one save runs, at most one waits, and skipped saves are reported."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from coarse.checkpoint.due_saves import DueSaves
 
 
 def saved_steps(every, num_steps, steps_to_write):
-    """The steps that are saved where each save takes so many steps to write, and how many were skipped."""
+    """The saved steps if each save takes `steps_to_write` steps, and the number of skipped saves."""
     due, saved, num_skipped, free_at = DueSaves(every), [], 0, 0
     for step in range(1, num_steps + 1):
         due.note(step, is_asked=False)

@@ -1,4 +1,4 @@
-"""What every storage guarantees: run_storage_suite() checks an implementation, storage_machine() against a model."""
+"""Guarantees of every storage: run_storage_suite() checks an implementation, storage_machine() against a model."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from coarse.errors import OutOfDeviceMemoryError, SnapshotLostError
 
 VALUE_BYTES = {"small": 8, "page": 4092, "more": 5000, "large": 20_000}
-"""The keys of a storage under test, and the length of their values. All have version 1, all zero, at the start."""
+"""The keys of a tested storage, and the length of their values. Each starts at version 1 with all zeros."""
 
 PLENTY_BYTES = 1 << 30
 MOST_SNAPSHOTS = 4
 
 
 class TestedStorage(Protocol):
-    """An implementation as the suite sees it."""
+    """The interface through which the suite uses an implementation."""
 
     def put(self, key: str, value: bytes) -> int:
-        """Makes `value` the newest of `key`; returns its version."""
+        """Makes `value` the newest value of `key`; returns its version."""
 
     def get(self, key: str, snapshot: int = 0) -> tuple[int, bytes]:
-        """Version and value: the newest, or what a snapshot refers to."""
+        """Version and value: the newest ones, or those of a snapshot."""
 
     def snapshot(self) -> int:
         """Begins a snapshot."""
 
     def release(self, snapshot: int) -> None:
-        """Lets it go."""
+        """Releases a snapshot."""
 
     def old_bytes(self) -> int:
-        """What versions take that snapshots alone refer to."""
+        """Bytes of versions that only snapshots refer to."""
 
     def close(self) -> None:
-        """Gives everything up."""
+        """Releases everything."""
 
 
 MakeStorage = Callable[[int], TestedStorage]
-"""Makes a storage whose old versions may take so many bytes."""
+"""Makes a storage with a limit of bytes for old versions."""
 
 
 def run_storage_suite(make_storage: MakeStorage) -> None:
@@ -64,7 +64,7 @@ def run_storage_suite(make_storage: MakeStorage) -> None:
 
 
 def value(key: str, number: int) -> bytes:
-    """A value that tells which key and number it is of, at every byte."""
+    """A value whose every byte identifies its key and number."""
     return bytes([number % 256]) * VALUE_BYTES[key]
 
 
@@ -140,18 +140,18 @@ def _check_a_snapshot_that_was_released_is_gone(make_storage: MakeStorage) -> No
 
 
 def _check_a_full_pool_stays_bounded_and_loses_nothing_silently(make_storage: MakeStorage) -> None:
-    pool_bytes = 24 << 10  # the largest value, and not a second one
+    pool_bytes = 24 << 10  # room for one largest value, not for two
     storage = make_storage(pool_bytes)
     snapshot = storage.snapshot()
     storage.put("large", value("large", 1))
     try:
         storage.put("more", value("more", 1))
     except OutOfDeviceMemoryError:
-        # Refused: everything is as it was.
+        # Rejected: nothing has changed.
         assert storage.get("more") == (1, value("more", 0))
         assert storage.get("more", snapshot) == (1, value("more", 0))
     else:
-        # Or the snapshot was given up, and whoever reads it is told so.
+        # Otherwise the snapshot was dropped, and its readers receive an error.
         assert storage.get("more") == (2, value("more", 1))
         with pytest.raises(SnapshotLostError, match="was full"):
             storage.get("more", snapshot)
@@ -219,7 +219,7 @@ def storage_machine(make_storage: MakeStorage) -> type[RuleBasedStateMachine]:
             assert least <= self.storage.old_bytes() <= most
 
         def is_place_free(self) -> bool:
-            """Places of snapshots are taken in turn: the next one's must not be held."""
+            """Snapshots use places in turn: the next place must be free."""
             return self.last + 1 - MOST_SNAPSHOTS not in self.held
 
         def teardown(self) -> None:

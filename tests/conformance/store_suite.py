@@ -1,4 +1,4 @@
-"""What every coarse.store.Store guarantees: run_store_suite(make_store) checks an implementation."""
+"""Guarantees of every coarse.store.Store: run_store_suite(make_store) checks an implementation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from coarse.store import Store
 _LIMIT_S = 20.0
 
 KEYS = ("devices", "worker/1", "a.b", "a.c", "a~b", "a/b", "a b", "..", ".", "a.counter", "größe", "A", "%41")
-"""All different, however alike their files or network names may be."""
+"""All different, although their file or network names may be similar."""
 
 
 def run_store_suite(make_store: Callable[[], Store]) -> None:
@@ -99,7 +99,7 @@ def _check_additions_do_not_get_lost(make_store: Callable[[], Store]) -> None:
 
     with ThreadPoolExecutor(num_workers) as pool:
         results = [running.result(_LIMIT_S) for running in [pool.submit(add) for _ in range(num_workers)]]
-    # Every number is given to exactly one worker: that is how a second owner of a rank is found out.
+    # Exactly one worker receives each number: this detects a second owner of a rank.
     assert sorted(value for values in results for value in values) == list(
         range(1, num_workers * num_additions + 1)
     )

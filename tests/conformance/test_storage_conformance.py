@@ -1,4 +1,4 @@
-"""Every storage passes the same suite, and agrees with plain dictionaries whatever is done to it."""
+"""Every storage passes the same suite, and behaves like plain dictionaries under all operations."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from coarse.proxy.storage import VersionedStorage
 from coarse.wire.registration import DTYPE_NUMBERS, OP_NUMBERS
 
 _PATIENCE_S = 0.01
-_DEVICE_BYTES = 256 << 20  # sparse
+_DEVICE_BYTES = 256 << 20  # a sparse file
 _VERSION = struct.Struct("<I")
 
 
 class Replaced:
-    """VersionedStorage: each value in a segment of its own, which a new one replaces.
+    """VersionedStorage: each value in its own segment, which the next version replaces.
 
     Args:
-        pool_bytes: What old versions may take.
-        memory: Where values lie.
+        pool_bytes: Limit for old versions.
+        memory: Memory of the values.
     """
 
     def __init__(self, pool_bytes: int, memory: DeviceMemory | None = None) -> None:
@@ -67,7 +67,7 @@ class Replaced:
 
 
 class UpdatedInPlace:
-    """The snapshots of an optimizer's parameters: each value, with its version before it, stays where it is."""
+    """The snapshots of an optimizer's parameters: each value stays in place, after its version."""
 
     def __init__(self, pool_bytes: int) -> None:
         self._shards = {key: number for number, key in enumerate(VALUE_BYTES)}
@@ -135,7 +135,7 @@ def test_storage_on_a_numa_node():
 
 
 def test_storage_on_a_dax_device(tmp_path):
-    """A file stands for the device; when all values are given up, all of it is free again."""
+    """A file replaces the device. When all values are released, all of it is free again."""
     device = tmp_path / "dax0.0"
     device.touch()
     os.truncate(device, _DEVICE_BYTES)

@@ -3,13 +3,13 @@
     python tests/emulated_machines/boot.py --kernel linux-image-amd64.deb
 
 Needs qemu-system-x86_64, a static busybox, cpio, ndctl, and a Debian kernel package (`apt-get download
-linux-image-6.1.0-...-amd64`). The machine has two NUMA nodes, of which one has memory and no processors, firmware
-tables of their latency and bandwidth (HMAT), and a CXL type-3 device, which becomes a DAX device. This system's root
-is its root, read-only, so the guest runs this very checkout with this very Python. Everything there is emulated: it
-shows that the kernel's interfaces are used rightly, and nothing about speed.
+linux-image-6.1.0-...-amd64`). The machine has two NUMA nodes (one has memory but no processors), firmware tables
+of their latency and bandwidth (HMAT), and a CXL type-3 device, which becomes a DAX device. It mounts this system's
+root read-only, so the guest runs this checkout with this Python. Everything is emulated: the checks show correct use
+of the kernel's interfaces, and nothing about speed.
 
-Software emulation, for a nested KVM need not work. No NVDIMM beside all that: SeaBIOS 1.16 gives up QEMU's ACPI
-tables where there are that many, and then there is neither HMAT nor CXL.
+Uses software emulation, because nested KVM may not work. The machine has no NVDIMM: with it QEMU has too many ACPI
+tables for SeaBIOS 1.16, which then drops them, and HMAT and CXL are missing.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def main() -> int:
 
 
 def check_command() -> str:
-    """What the guest's shell runs."""
+    """The command for the guest's shell."""
     python, here, root = (shlex.quote(str(path)) for path in (sys.executable, HERE, ROOT))
     return (
         f"sh {here}/make_dax.sh; cd {root}; "
@@ -81,7 +81,7 @@ def check_command() -> str:
 
 
 def make_initramfs(folder: Path, command: str) -> Path:
-    """What mounts this system's root and runs `command` there; returns the archive."""
+    """Makes an initramfs that mounts this system's root and runs `command` there; returns the archive."""
     tree = folder / "initramfs"
     for name in ("bin", "proc", "sys", "dev", "new"):
         (tree / name).mkdir(parents=True)
@@ -101,7 +101,7 @@ def make_initramfs(folder: Path, command: str) -> Path:
 
 
 def copy_modules(source: Path, target: Path) -> None:
-    """The drivers that the guest loads, with all that these need, and the index that says so."""
+    """Copies the guest's drivers, their dependencies, and the index of dependencies."""
     target.mkdir(parents=True)
     for index in ("modules.builtin", "modules.order"):
         shutil.copy(source / index, target)
@@ -145,7 +145,7 @@ def machine(kernel: Path, initramfs: Path) -> list[str]:
         *("-numa", "dist,src=0,dst=1,val=17", "-numa", "dist,src=1,dst=0,val=17"),
         *table,
         *("-device", "pxb-cxl,bus_nr=12,bus=pcie.0,id=cxl.1"),
-        # Two ports: Linux leaves the decoders of a bridge with one alone, which QEMU before 8.0 does not expect.
+        # Two ports: with one, Linux does not program the bridge's decoders, which QEMU before 8.0 does not expect.
         *("-device", "cxl-rp,port=0,bus=cxl.1,id=port0,chassis=0,slot=2"),
         *("-device", "cxl-rp,port=1,bus=cxl.1,id=port1,chassis=0,slot=3"),
         *("-object", "memory-backend-ram,id=expander,size=256M,share=on"),
@@ -160,7 +160,7 @@ def machine(kernel: Path, initramfs: Path) -> list[str]:
 
 
 def run(command: list[str], limit_s: int) -> str:
-    """Runs the machine to its end; shows, and returns, what it prints."""
+    """Runs the machine to its end; shows and returns its output."""
     lines = []
     with subprocess.Popen(
         ["timeout", "--foreground", str(limit_s), *command],

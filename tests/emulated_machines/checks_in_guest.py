@@ -1,4 +1,4 @@
-"""What only a machine with several NUMA nodes and a real DAX device can show. Run by boot.py, on an emulated one."""
+"""Checks that need several NUMA nodes and a real DAX device. boot.py runs them on an emulated machine."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_extents_of_the_device_are_zeroed_kept_and_given_back():
     assert bytes(second.map(read_only=True)) == b"\xff" * (UNIT + 1)
     assert bytes(first.map()) == bytes(100)
     second.close()
-    assert memory.available_bytes() == whole - 3 * UNIT  # it is still mapped
+    assert memory.available_bytes() == whole - 3 * UNIT  # the segment is still mapped
     view.release()
     first.close()
     assert memory.available_bytes() == whole
@@ -161,7 +161,7 @@ def test_pages_are_on_two_nodes_by_turns():
 
 
 def test_what_an_optimizer_keeps_lies_on_the_nodes_of_all_memory_devices(job):
-    """And trains to the same bits there, also after a crash."""
+    """Training there gives the same bits, also after a crash."""
     with job_of_test() as undisturbed:
         expected = undisturbed.run(2, lambda me: train(me, 0))[0][2]
 
@@ -169,7 +169,7 @@ def test_what_an_optimizer_keeps_lies_on_the_nodes_of_all_memory_devices(job):
         with join(me, memory_devices=parse_memory_devices(f"numa:0,numa:{FAR}")) as session:
             group = register(session)
             arrays = [np.frombuffer(view, "f4") for view in (group.parameter(0), group.state(0, 0))]
-            assert all(np.isfinite(array).all() for array in arrays)  # numa_maps counts what was touched
+            assert all(np.isfinite(array).all() for array in arrays)  # numa_maps counts only touched pages
             return [policy_and_pages(array.ctypes.data) for array in arrays]
 
     for found in job.run(2, worker):
@@ -190,10 +190,10 @@ def test_a_session_starts_from_what_the_firmware_says(job):
             return session.decisions()
 
     for decisions in job.run(2, worker):
-        assert "simulated from what the firmware says (HMAT)" in decisions[0]
+        assert "simulated from the firmware's figures (HMAT)" in decisions[0]
         assert any(each.startswith("w1: md0") for each in decisions), (
             decisions
-        )  # the near one is faster in everything
+        )  # the near node is faster in every respect
 
 
 def test_the_device_is_whole_again_when_everybody_was_killed(job: Job):
@@ -227,19 +227,19 @@ def test_doctor_names_both_for_the_command_line():
 
 
 def test_a_device_file_of_a_containers_own_is_told(tmp_path, caplog):
-    """As `docker run --device` makes one, on a file system that allows devices."""
+    """A device file like that of `docker run --device`, on a file system that allows devices."""
     DaxMemory(DAX).close()
     assert not caplog.messages
     own = str(tmp_path / "dax0.0")
     os.mknod(own, 0o600 | stat.S_IFCHR, os.stat(DAX).st_rdev)
     with_locks_of_its_own = DaxMemory(own)
     assert f"{own} was made for this container" in caplog.text
-    DaxMemory(DAX).close()  # which is what the warning is about
+    DaxMemory(DAX).close()  # the subject of the warning
     with_locks_of_its_own.close()
 
 
 def test_memory_that_the_system_takes_over_becomes_a_node(job):
-    """The last test: there is no DAX device any more."""
+    """Must be the last test: afterwards the DAX device is gone."""
     before = {node.node for node in read_numa_nodes()}
     target = read_dax_devices()[0].node
     name = Path(DAX).name
@@ -247,7 +247,7 @@ def test_memory_that_the_system_takes_over_becomes_a_node(job):
     done = subprocess.run(given, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     (device,) = read_dax_devices()
-    assert device.is_system_ram  # and its file may still be there
+    assert device.is_system_ram  # its file may still exist
     (node,) = (node for node in read_numa_nodes() if node.node == target)
     assert node.is_memory_only
     assert node.memory_bytes > 100 << 20
@@ -264,7 +264,7 @@ def test_memory_that_the_system_takes_over_becomes_a_node(job):
 
 
 def policy_and_pages(address):
-    """Of the mapping in which an address lies, in this process."""
+    """Policy and pages of this process's mapping that contains an address."""
     maps = Path("/proc/self/numa_maps").read_text()
     found = [line.split() for line in maps.splitlines() if "memfd:coarse-" in line]
     begin, policy = max((int(begin, 16), policy) for begin, policy, *_ in found if int(begin, 16) <= address)

@@ -1,4 +1,4 @@
-"""The examples are scripts, and their helpers lie beside them; so does the comparison behind `make train`."""
+"""Makes the examples' helper modules and the comparison of `make train` importable; both are plain scripts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "benchmarks")]
 
 for module, name in (("torch", "PyTorch"), ("sklearn", "scikit-learn"), ("transformers", "transformers")):
-    if importlib.util.find_spec(module) is None:  # importing them takes seconds
+    if importlib.util.find_spec(module) is None:  # find_spec avoids imports, which take seconds
         pytest.skip(f"the examples need {name}", allow_module_level=True)
 
 

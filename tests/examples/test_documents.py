@@ -1,4 +1,4 @@
-"""Documents: commands that they show are understood, and what they name is there."""
+"""Documents: the commands that they show are valid, and the names that they mention exist."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ IDS = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
 SOURCES = ("coarse", "tests", "benchmarks", "experiments")
 SUFFIXES = (".py", ".cpp", ".hpp", ".txt")
 VARIABLE = re.compile(r"\bCOARSE_[A-Z_]*[A-Z]\b")
-# The language of a block, then its text.
+# Groups: the language of a block, and its text.
 BLOCK = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=IDS)
 
@@ -43,7 +43,7 @@ def blocks(document: Path, *languages: str) -> Iterator[str]:
 
 
 def shown_commands(document: Path) -> Iterator[str]:
-    """The lines of blocks that a shell is to run."""
+    """The lines of shell blocks."""
     for text in blocks(document, "sh"):
         for line in text.replace("\\\n", " ").splitlines():
             if line.strip() and not line.lstrip().startswith("#"):
@@ -51,12 +51,12 @@ def shown_commands(document: Path) -> Iterator[str]:
 
 
 def mentioned(document: Path) -> list[str]:
-    """What running text has between backquotes."""
+    """Text between backquotes, outside of blocks."""
     return re.findall(r"`([^`\n]+)`", BLOCK.sub("", document.read_text()))
 
 
 def options_of(words: list[str]) -> set[str]:
-    """The options of the sub-command that a command line begins with."""
+    """The options of a command line's sub-command."""
     found, current = set(), parser()
     for word in ["", *words]:
         choices: Any = next((a.choices for a in current._actions if isinstance(a.choices, dict)), None)
@@ -75,7 +75,7 @@ def test_shown_commands_are_understood(document: Path) -> None:
             words.pop(0)
         if words[0] != "coarse":
             continue
-        _, unknown = parser().parse_known_args(words[1:])  # SystemExit says what is wrong
+        _, unknown = parser().parse_known_args(words[1:])  # SystemExit contains the reason
         assert not unknown, line
 
 
@@ -148,7 +148,7 @@ def test_settings_are_documented_with_flag_and_default() -> None:
         (ROOT / "docs" / "settings.md").read_text(),
         re.MULTILINE,
     )
-    declared = {each.variable: each for each in declarations() if each.name != "failpoints"}  # for tests
+    declared = {each.variable: each for each in declarations() if each.name != "failpoints"}  # only for tests
     assert rows == [(name, declared[name].flag, declared[name].default_text) for name, _, _ in rows]
     assert {name for name, _, _ in rows} == set(declared)
     assert {flag for _, flag, _ in rows} <= options_of(["run"])

@@ -1,4 +1,4 @@
-"""Example pairs: from torch DDP to COARSE it is two lines, one new and one changed, and never more."""
+"""Example pairs: switching from torch DDP to COARSE adds one line and changes one line, never more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The examples run to the end under torchrun, under `coarse run` and by hand."""
+"""The examples run to the end under torchrun, under `coarse run` and without a launcher."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def run(launcher: str, script: str, *arguments: str, timeout_s: float = 300) -> 
     try:
         shown, _ = job.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        # Workers of torchrun have sessions of their own, and outlive it.
+        # torchrun's workers have their own sessions and outlive it.
         for each in (*psutil.Process(job.pid).children(recursive=True), job):
             each.kill()
         job.communicate()
@@ -59,10 +59,10 @@ def run(launcher: str, script: str, *arguments: str, timeout_s: float = 300) -> 
 
 
 def run_ddp(launcher: str, name: str) -> str:
-    """Runs an example under torch DDP, which hangs now and then as it ends.
+    """Runs an example under torch DDP, which sometimes hangs at exit.
 
-    Seen with torch 2.13: a Reducer that is freed after destroy_process_group() joins gloo's thread and holds the
-    interpreter's lock meanwhile, for which that thread waits.
+    Seen with torch 2.13: a Reducer that is freed after destroy_process_group() joins gloo's thread while it holds
+    the interpreter's lock, and that thread waits for the lock.
     """
     script = f"torch_{name}_ddp.py"
     try:
@@ -122,7 +122,7 @@ def test_coarse_example_runs(name: str, launcher: str, tmp_path: Path) -> None:
     if (name, launcher) == ("bert_squad", "coarse run"):
         arguments += ("--dtype", "bfloat16")
     shown = run(launcher, f"torch_{name}.py", *arguments)
-    assert len(re.findall(ENDS_WITH[name], shown)) == 1  # one worker speaks for all
+    assert len(re.findall(ENDS_WITH[name], shown)) == 1  # only one worker prints
     workers = 1 if launcher == "by hand" else 2
     reports = [json.loads(path.read_text()) for path in sorted(tmp_path.iterdir())]
     assert [entry["rank"] for entry in reports] == list(range(workers))
@@ -138,14 +138,14 @@ def test_coarse_example_runs(name: str, launcher: str, tmp_path: Path) -> None:
     ],
 )
 def test_ddp_example_runs(name: str, launcher: str) -> None:
-    """Digits under `coarse run` are the peer of `make train`, which test_train_digits.py runs."""
+    """test_train_digits.py runs the digits under `coarse run`, as the peer of `make train`."""
     shown = run_ddp(launcher, name)
     assert len(re.findall(ENDS_WITH[name], shown)) == 1
 
 
 @pytest.mark.slow
 def test_resnet_takes_shares_of_unequal_length(tmp_path: Path) -> None:
-    """Nine pictures, two workers, batches of two: worker 0 takes three steps, worker 1 two."""
+    """With nine pictures, two workers and batches of two, worker 0 takes three steps and worker 1 two."""
     for part in ("train", "val"):
         for label, count in (("grey", 5), ("white", 4)):
             (tmp_path / part / label).mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""The report of `benchmarks/gpu_report.py`: aims are those of the figures, and how a part ended is seen."""
+"""The report of `benchmarks/gpu_report.py`: targets match the figures, and the exit of a part is visible."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ImageFolder: classes by name, pictures to tensors, shares that lose nothing, errors naming the folder."""
+"""ImageFolder: classes by name, pictures as tensors, complete shares, errors that name the folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recorder: what a worker reports about its training, and what measuring leaves untouched."""
+"""Recorder: a worker's report of its training, and the state that measuring does not change."""
 
 from __future__ import annotations
 

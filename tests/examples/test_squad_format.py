@@ -1,4 +1,4 @@
-"""SQuAD 1.1: what is read, what is refused and with which words, and how answers are scored."""
+"""SQuAD 1.1: valid files, messages for invalid ones, and the scores of answers."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def question(*answers: str) -> Question:
         ("The barn.", ["barn"], 1.0, 1.0),
         ("old barn", ["barn"], 0.0, 2 / 3),
         ("old barn", ["house", "an old barn"], 1.0, 1.0),
-        ("old old barn", ["old barn"], 0.0, 0.8),  # a word counts as often as both have it
+        ("old old barn", ["old barn"], 0.0, 0.8),  # a word counts as often as it occurs in both
         ("tree", ["barn"], 0.0, 0.0),
         ("", ["barn"], 0.0, 0.0),
     ],

@@ -1,4 +1,4 @@
-"""Windows: no answer gets lost between code points, tokens and windows."""
+"""Windows: conversions between code points, tokens and windows lose no answer."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_collate_pads_and_marks_the_context() -> None:
 def test_best_span_is_the_highest_sum_within_the_context() -> None:
     (window, *_) = cut_windows(QUESTIONS, TOKENIZER, max_length=512, stride=128)
     start, end = torch.zeros(512), torch.zeros(512)
-    start[0] = end[0] = 100.0  # [CLS] is no answer
+    start[0] = end[0] = 100.0  # [CLS] is not an answer
     start[window.start], end[window.stop] = 2.0, 3.0
-    start[window.stop + 1] = 2.5  # a span cannot end before it begins
+    start[window.stop + 1] = 2.5  # a span cannot end before its start
     assert best_span(window, start, end) == (5.0, QUESTIONS[0].answers[0].text)

@@ -1,4 +1,4 @@
-"""The comparison behind `make train`: the summary, and what it refuses."""
+"""The comparison of `make train`: its summary, and the results that it rejects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The experiments are scripts beside the package, not part of it."""
+"""Makes the experiments importable: they are scripts outside of the package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scripts for rented machines: what they would start there, and the same runs with small models here."""
+"""The scripts for rented machines: the commands that they start there, and the same runs with small models here."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def free_port():
 
 @pytest.mark.slow
 def test_two_instances_train_together(tmp_path):
-    """Both are this machine, which COARSE_NODE cuts in two."""
+    """Both instances are this machine, which COARSE_NODE divides into two nodes."""
     port = free_port()
     shared = ["--instance", "cpu", "--model", "digits", "--steps", "2", "--warm-up", "1"]
     shared += ["--system", "ddp", "--system", "coarse", "--nnodes", "2", "--master-addr", "127.0.0.1"]

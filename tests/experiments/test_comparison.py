@@ -1,4 +1,4 @@
-"""What comes out is held against the paper: the same agrees, anything else does not."""
+"""Comparison with the paper: equal results agree, other results do not."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def simulated(machine):
 
 
 def routes(machine, *tables):
-    """What Figure 15 says of such tables on a machine of two workers."""
+    """The finding of Figure 15 for these tables on a machine with two workers."""
     return fig15.compare(profile_of(key_of(machine=machine)), tables)
 
 

@@ -1,4 +1,4 @@
-"""The search for the largest batch, and the limit that it is about."""
+"""The search for the largest batch, and its memory limit."""
 
 from __future__ import annotations
 

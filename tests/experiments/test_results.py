@@ -1,4 +1,4 @@
-"""Results say what they are of, and the tables what the results say."""
+"""Results include their provenance, and the tables match the results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Switch-over sizes: what was measured agrees with a prediction, or the table says that it does not."""
+"""Switch-over sizes: measurements agree with the prediction, or the table reports the disagreement."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MODEL = {ALL_GATHER: all_gather(LINK, 4), ALL_TO_ALL: all_to_all(LINK, 4), RING:
 
 
 def timings(factors):
-    """What the workers would measure if each way took so many times longer than the model says."""
+    """The workers' measurements if each algorithm took `factors` times as long as the model predicts."""
     curves = {
         way: Curve(points=tuple(CurvePoint(nbytes=n, time_us=model.time_us(n) * factors[way]) for n in SIZES))
         for way, model in MODEL.items()

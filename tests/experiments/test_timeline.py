@@ -1,4 +1,4 @@
-"""Figure 9: what a worker saw of its shards becomes transfers on a link, one after the other."""
+"""Figure 9: a worker's times of its shards become transfers on a link, one after the other."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_pipeline_with_idle_directions_is_not_what_the_paper_says():
 
 
 def test_whole_tensors_are_on_the_link_one_at_a_time():
-    """A real run on emulated links: as long as the links of both directions take, and not less."""
+    """A real run on emulated links takes as long as the links of both directions, and not less."""
     tables = tuple(RoutingTable(lat_proxy=worker, bw_proxy=worker) for worker in range(4))
     task = Task(
         shards=cut([MIB, 2 * MIB], fig09.WHOLE_TENSORS), most_pushing=1, most_pending=1, tables=tables

@@ -1,4 +1,4 @@
-"""Tests that need a GPU: without one they are skipped, with the reason."""
+"""Tests that need a GPU. Without a GPU they are skipped, with the reason."""
 
 import pytest
 
@@ -22,7 +22,7 @@ def kernels(cuda):
 
 @pytest.fixture(scope="session")
 def nccl(cuda):
-    """The library that COARSE takes."""
+    """The NCCL library that COARSE uses."""
     from coarse.kernels import _native
     from coarse.kernels.nccl import find_nccl
 

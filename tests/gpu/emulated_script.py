@@ -1,7 +1,7 @@
-"""What a worker of an emulated machine runs whose memory devices own memory of GPUs: sums, and the time they took.
+"""A worker of an emulated machine whose memory devices own GPU memory: computes sums and measures their time.
 
-Arguments: a folder for the rendezvous. Every shard is pushed to the worker's own memory device, of which there are
-two, so that half of it has to cross the links between these, there and back. Prints a JSON object.
+Arguments: a folder for the rendezvous. Each worker pushes every shard to its own one of two memory devices, so half
+of each shard crosses the links between the devices in both directions. Prints a JSON object.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def numbers(noise: np.random.Generator, spec: TensorSpec) -> np.ndarray:
 
 
 def links_s(session: Session, way: list[tuple[int, int, int]]) -> float:
-    """What links take for transfers one after the other, undilated: (source, target, bytes) of each."""
+    """Undilated seconds of the links for transfers one after the other: (source, target, bytes) of each."""
     links = session.emulation.links
     return sum(
         nbytes / (links.bandwidth_gbytes_per_s(source, target) * 1e9)

@@ -1,7 +1,7 @@
-"""What a worker runs that loses somebody while it trains with memory devices on a GPU, and says what it was told.
+"""A worker that trains with memory devices on a GPU, loses another process, and prints the error that it receives.
 
-Arguments: a folder for the rendezvous; who dies: "device", "worker", "gpu", of which something else is the reason, or
-"nobody", where a group is too large instead.
+Arguments: a folder for the rendezvous; the process that dies: "device", "worker", "gpu" (for another reason), or
+"nobody" (instead a group is too large).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What one rank of tests/gpu/test_nccl.py runs: joins a communicator, and reduces memory that could be a slot.
+"""One rank of tests/gpu/test_nccl.py: joins a communicator and reduces memory that is allocated as slots are.
 
 Arguments: the path of NCCL; the communicator's unique id, in hexadecimal digits; rank; number of ranks; GPU; a task.
-"reduce" prints as JSON whether a sum and a maximum are right, or NCCL's error; "die" kills itself once it has joined;
-"wait" gives a sum to which a dead peer does not come, aborts, and prints whether its stream has waited until then.
+"reduce" prints as JSON whether a sum and a maximum are correct, or NCCL's error. "die" kills itself after joining.
+"wait" starts a sum with a dead peer, aborts it, and prints whether its stream waited until then.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Rank:
 
 
 def numbers_of(rank: int) -> np.ndarray:
-    """Of which sums are exact, in whatever order."""
+    """Numbers whose sums are exact in any order."""
     return np.float32(2**rank) + np.arange(COUNT, dtype=np.float32) % 64
 
 

@@ -1,7 +1,7 @@
-"""What a worker of tests/gpu/test_gpu_devices.py runs: reduces tensors of every kind, and prints their bits' hash.
+"""A worker of tests/gpu/test_gpu_devices.py: reduces tensors of every kind and prints a hash of their bits.
 
-Arguments: a folder for the rendezvous; "host" if this worker has its tensors in the host's memory, "gpu" if it has
-them on the GPU of the memory devices.
+Arguments: a folder for the rendezvous; "host" if this worker's tensors are in the host's memory, "gpu" if they are
+on the GPU of the memory devices.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SPECS = [
 
 
 def contribution(spec: TensorSpec, seed: list[int]) -> np.ndarray:
-    """Random numbers as they lie in memory, the same wherever they are reduced."""
+    """Random numbers as bytes, the same for every place of the reduction."""
     numbers = np.random.default_rng(seed).normal(scale=100, size=spec.num_elements)
     if spec.dtype in ("bfloat16", "float16"):
         return torch.from_numpy(numbers).to(getattr(torch, spec.dtype)).view(torch.uint8).numpy()
@@ -44,7 +44,7 @@ def bytes_of(memory: TensorBytes) -> torch.Tensor:
 
 
 def stored_values(session: Session) -> list[memoryview]:
-    """What workers of a node store of each other, some more than a page of a GPU, and what a snapshot has of it."""
+    """Values that the node's workers stored, some larger than a GPU page, and the same values from a snapshot."""
     rank, lengths = session.identity.rank, (7, 1 << 20)
     for length in lengths:
         session.store(f"{rank}/{length}", np.arange(length, dtype=np.float32) + rank)

@@ -1,8 +1,8 @@
-"""One attempt of a worker whose memory devices outlive it, and each other: trains a little, or has one of them die.
+"""One attempt of a worker with persistent memory devices: trains for some steps, or kills a memory device.
 
-Arguments: a folder for the rendezvous; the attempt; the worker's GPU, or "host". To have a memory device die also its
-number, the rank of the worker that kills it, and when: 1, 0, 4, "step.pull".
-Prints what came out, or what the worker was told.
+Arguments: a folder for the rendezvous; the attempt; the worker's GPU, or "host". To kill a memory device, in
+addition: its number, the rank of the worker that kills it, and when: 1, 0, 4, "step.pull".
+Prints the result, or the error that the worker receives.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from coarse.wire.persistent_sessions import PersistentDevices, find_session_dire
 
 @dataclass
 class Me:
-    """What kept_training asks of a worker."""
+    """The interface of a worker that kept_training needs."""
 
     identity: WorkerIdentity
     folder: Path
@@ -55,7 +55,7 @@ def main() -> None:
                 signal.SIGKILL,
             )
             assert me.session is not None
-            me.session.barrier()  # to which the other one never comes
+            me.session.barrier()  # the other worker never reaches it
 
     memories = tuple(map(MemoryName.parse, os.environ["COARSE_MEMORY_DEVICES"].split(",")))
     gpu = "" if place == "host" else gpu_uuid(int(place))

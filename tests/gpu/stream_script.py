@@ -1,4 +1,4 @@
-"""Has the process group and a checkpoint copy tensors of a stream that is behind; run by `coarse run`."""
+"""Copies tensors of a delayed stream through the process group and a checkpoint; run by `coarse run`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What a worker runs whose tensors are on a GPU, wherever memory devices are: reduces them as measured.
+"""A worker whose tensors are on a GPU, with memory devices anywhere: reduces them as its measurements suggest.
 
-Arguments: a folder for the rendezvous; the number of the worker's GPU, or "own" for that of its rank; how many steps.
-Prints the hash of the results, and what was decided.
+Arguments: a folder for the rendezvous; the number of the worker's GPU, or "own" for that of its rank; the number of
+steps. Prints the hash of the results, and the decisions.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from coarse.store import DirectoryStore
 
 LINGERS_S = 0.5
 LENGTHS = (1_100_003, 7, *[100_003] * 6, 2_000_000, 4097, *[100_000] * 6, 1_500_000)
-"""Of float32 tensors, large and small ones by turns: 5 MB of small ones, 18 MB of large ones."""
+"""Lengths of float32 tensors, large and small ones alternating: 5 MB of small ones, 18 MB of large ones."""
 
 
 def main() -> None:
@@ -62,7 +62,7 @@ def main() -> None:
             for values in given:
                 hashed.update(values)
         decisions = session.decisions()
-        if identity.rank == 0:  # whoever is done may leave while others use memory devices
+        if identity.rank == 0:  # a finished worker may leave while others use memory devices
             time.sleep(LINGERS_S)
             session.store("last", np.ones(1))
             assert np.frombuffer(session.load("last").value) == 1.0

@@ -1,4 +1,4 @@
-"""Kernels on a GPU: the bits of the sync cores of the host, whatever the dtype, the length and the alignment."""
+"""Kernels on a GPU give the same bits as the host's sync cores, for every dtype, length and alignment."""
 
 import struct
 from itertools import product
@@ -22,14 +22,14 @@ NUM_RULES, NUM_STATES = 7, {1: 0, 2: 1, 3: 1, 4: 2, 5: 1, 6: 1, 7: 3}
 
 
 class Arrays:
-    """Equal arrays on host and GPU; the first `offset` elements of each are no part of it."""
+    """Equal arrays on host and GPU, without the first `offset` elements of each allocation."""
 
     def __init__(self, dtype, values, offset=0):
         import torch
 
         self.dtype, self.offset_bytes = dtype, offset * ITEM_BYTES[dtype]
         raw = [np.concatenate([np.zeros(self.offset_bytes, np.uint8), v.view(np.uint8)]) for v in values]
-        # 16 bytes more, which must stay as they are.
+        # 16 more bytes, which must not change.
         self.host = [np.concatenate([r, np.full(16, 0xA5, np.uint8)]) for r in raw]
         self.gpu = [torch.from_numpy(h.copy()).cuda() for h in self.host]
 
@@ -63,7 +63,7 @@ def assert_same(dtype, found, expected, what=""):
 
 
 def random_bits(random, dtype, num_elements):
-    """NaN, Inf and subnormals among them."""
+    """Random bits, including NaN, Inf and subnormals."""
     return random.integers(0, 256, num_elements * ITEM_BYTES[dtype], np.uint8)
 
 
@@ -124,11 +124,11 @@ def test_rings_carry_float32_and_round_once(kernels, cuda, dtype):
     wide = Arrays("float32", [np.zeros(4 * n, np.uint8) for _ in range(2)])
     widening = (n, 1, stored.gpu_addresses()[:1], [], 0, wide.gpu_addresses()[0])
     run(kernels, cuda, f"ring_sum_{dtype}", _native.cuda_reduce_batch(number, [widening]))
-    # Exact: what is widened and narrowed again is what it was.
+    # Exact: widening and narrowing again restores the value.
     narrowing = (n, 1, [], stored.gpu_addresses()[1:], wide.gpu_addresses()[0], 0)
     run(kernels, cuda, f"ring_sum_{dtype}", _native.cuda_reduce_batch(number, [narrowing]))
     stored.assert_equal()
-    # A step of a ring: what was received, then two contributions, in float32.
+    # A step of a ring: the received data, then two contributions, in float32.
     received = Arrays("float32", [numbers(random, "float32", n)])
     local = Arrays(dtype, [numbers(random, dtype, n) for _ in range(2)])
     output = Arrays(dtype, [np.zeros(2 * n, np.uint8)])
@@ -265,7 +265,7 @@ def test_a_stream_is_held_until_a_time_but_not_for_long(kernels, cuda):
     function = kernels.function("hold_until")
     begin, end = (cuda.Event(enable_timing=True) for _ in range(2))
     for event in (begin, end):
-        event.record()  # which makes it; between the two there is then nothing but the launch
+        event.record()  # creates the event, so that only the launch lies between the two
 
     def hold_ms(until_ns):
         hold = struct.pack("=QQ", until_ns, started_ns.data_ptr())  # Hold of delay.cuh
@@ -277,6 +277,6 @@ def test_a_stream_is_held_until_a_time_but_not_for_long(kernels, cuda):
 
     hold_ms(0)  # loads the kernel
     first_ns = started_ns.item()
-    assert hold_ms(first_ns) < 0.1  # is over
+    assert hold_ms(first_ns) < 0.1  # the time is already over
     assert started_ns.item() > first_ns
     assert 0.199 <= hold_ms(2**63) < 0.4  # kLongestHoldNs; sleeps end late

@@ -1,4 +1,4 @@
-"""Memory devices on a GPU: the bits of those on the host, wherever workers have their tensors; what is refused."""
+"""Memory devices on a GPU: the same bits as on the host, for any place of the workers' tensors; rejected uses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHARES_GPUS = (2, 30, 0)
 
 
 def run_job(tmp_path, memory_devices, script, *arguments, **environment):
-    """Starts two workers; returns what coarse run ended with."""
+    """Runs two workers; returns the result of `coarse run`."""
     command = [
         sys.executable,
         "-m",
@@ -47,14 +47,14 @@ def run_job(tmp_path, memory_devices, script, *arguments, **environment):
 
 
 def new_folder(parent, name):
-    """Where workers find each other."""
+    """A folder for the rendezvous."""
     folder = parent / name
     folder.mkdir()
     return str(folder)
 
 
 def reports(tmp_path, memory_devices, script, *arguments, **environment):
-    """What each worker printed last, as JSON."""
+    """Each worker's last line of output, parsed as JSON."""
     ended = run_job(tmp_path, memory_devices, script, *arguments, **environment)
     assert ended.returncode == 0, ended.stderr
     return [json.loads((tmp_path / f"worker-{rank}.log").read_text().splitlines()[-1]) for rank in range(2)]
@@ -69,7 +69,7 @@ def test_results_have_the_bits_of_the_host(cuda, tmp_path, memory_devices, place
 
 
 def reports_of_two_nodes(folder, memory_devices, place):
-    """The same of a worker on each of two nodes, which both are this machine."""
+    """The reports of one worker on each of two nodes; this machine is both nodes."""
     folder.mkdir()
     command = [sys.executable, str(HERE / "reduce_script.py"), str(folder), place]
     job = {
@@ -137,7 +137,7 @@ def test_the_example_comes_to_the_results_of_the_processor(cuda, tmp_path):
     def trained(memory_devices, device):
         ended = run_job(tmp_path, memory_devices, example, "--epochs", "8", "--device", device)
         assert ended.returncode == 0, ended.stderr
-        return ended.stdout.splitlines()[-2:]  # the last loss, and the accuracy
+        return ended.stdout.splitlines()[-2:]  # the last training loss, and the accuracy
 
     def accuracy(lines):
         return float(re.findall(r"test accuracy ([\d.]+)%", lines[-1])[0])
@@ -145,7 +145,7 @@ def test_the_example_comes_to_the_results_of_the_processor(cuda, tmp_path):
     expected = trained("2", "cpu")
     assert "loss" in expected[0]
     assert trained("cuda:0,cuda:0", "cpu") == expected
-    # Dropout draws other numbers on a GPU, so that no bit is the same.
+    # Dropout draws other numbers on a GPU, so the bits differ.
     assert accuracy(trained("cuda:0,cuda:0", "cuda:0")) == pytest.approx(accuracy(expected), abs=3.0)
 
 
@@ -208,7 +208,7 @@ def test_emulated_machines_take_their_time_and_change_no_bit(cuda, tmp_path):
 
 
 def told_by_loss(tmp_path, who, **environment):
-    """What each of two workers says it was told, None if it was killed; nobody ends them for each other."""
+    """The error that each of two workers reports, None if it was killed; no launcher ends the survivors."""
     memory_devices = "cuda:0,cuda:1" if _native.cuda_num_devices() > 1 else "cuda:0,cuda:0"
     shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "COARSE_MEMORY_DEVICES": memory_devices}
     folder = new_folder(tmp_path, "store")

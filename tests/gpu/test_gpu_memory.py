@@ -1,4 +1,4 @@
-"""Memory of a GPU in several pieces: one array for everybody who maps it, whose pieces are what they are alone."""
+"""GPU memory in several pieces: a single array in every mapping; each piece also works alone."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def test_tensors_and_kernels_go_across_from_piece_to_piece(cuda, joined):
 
     expected = torch.randint(256, (joined.num_bytes,), dtype=torch.uint8)
     whole = tensor_of(joined)
-    whole.copy_(expected)  # one copy from the host over all of it
+    whole.copy_(expected)  # one copy from the host to all pieces
     assert whole.device == torch.device("cuda:0")
-    whole.add_(whole)  # one kernel over all of it
+    whole.add_(whole)  # one kernel over all pieces
     expected += expected
     assert torch.equal(whole.cpu(), expected)
-    assert torch.equal(whole.clone().cpu(), expected)  # one copy on the GPU
+    assert torch.equal(whole.clone().cpu(), expected)  # one copy on the GPU of all pieces
 
 
 def test_pieces_have_what_was_written_to_the_whole(cuda, joined):
@@ -57,7 +57,7 @@ def test_pieces_have_what_was_written_to_the_whole(cuda, joined):
 def test_memory_is_free_again_when_nobody_maps_it(cuda):
     import torch
 
-    # Kernels take memory when they are loaded.
+    # Loading kernels takes memory.
     torch.zeros(8, dtype=torch.uint8, device="cuda").sum().item()
     cuda.empty_cache()
     memory = CudaMemory(0)
@@ -65,7 +65,7 @@ def test_memory_is_free_again_when_nobody_maps_it(cuda):
     segment = memory.allocate("test", 256 << 20)
     whole = tensor_of(segment)
     segment.close()
-    assert int(whole.sum()) == 0  # is mapped, and alive, without any descriptor
+    assert int(whole.sum()) == 0  # mapped and valid without any descriptor
     assert memory.available_bytes() <= free_bytes - (256 << 20)
     del whole
     assert memory.available_bytes() > free_bytes - (128 << 20)

@@ -1,4 +1,4 @@
-"""Workers on a GPU, memory devices in the host's memory: the bits of torch DDP, whatever goes wrong by its type."""
+"""Workers on a GPU, memory devices in host memory: the same bits as torch DDP, and an error type for each fault."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def slots_too_pool(cuda):
 
 
 def run(script: Path, *arguments: str, **variables: str) -> str:
-    """What two workers print."""
+    """Output of two workers."""
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     try:
         done = subprocess.run(
@@ -144,7 +144,7 @@ def test_the_capture_of_a_step_is_refused(cuda):
     assert printed.count("capture: refused") == WORKERS, printed
 
 
-# On the host, and on the workers' GPU: there gradients are slots, which memory devices have exported.
+# On the host, and on the workers' GPU, where gradients are slots that memory devices exported.
 EVERYWHERE = pytest.mark.parametrize("memory_devices", ["2", "cuda:0,cuda:0"])
 UPDATES = {"averaging": (), "in step": ("offload",), "overlapped": ("offload", "overlap")}
 

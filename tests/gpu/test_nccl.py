@@ -1,4 +1,4 @@
-"""NCCL between processes, one for each rank, with memory that is allocated as slots are."""
+"""NCCL between processes, one for each rank, with memory allocated as slots are."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHARES_GPUS = (2, 30, 0)
 
 
 def run_two_ranks(nccl, gpus, **environment):
-    """What each of two ranks prints on the GPU of its own."""
+    """Output of each of two ranks, each on its own GPU."""
     unique_id = nccl.unique_id().hex()
     ranks = [
         subprocess.Popen(

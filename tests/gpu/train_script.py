@@ -1,7 +1,7 @@
-"""What a worker runs that trains a small model, and prints the hash of its parameters.
+"""A worker that trains a small model and prints the hash of its parameters.
 
 Arguments: a folder for the rendezvous; the device of the model; "offload" to run the optimizer in the memory devices;
-"wide" for a model of some pages.
+"wide" for a model of several pages.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Trains a model under COARSE and under torch DDP on one GPU and compares parameters bit by bit; run by `coarse run`.
 
-With "graphed" forward and backward of the model are CUDA graphs, captured before it is wrapped, and parameters are
-compared with those of a model without graphs too. With "replayed" one graph is all that a step computes, and its
-gradients are averaged after each replay; torch's part is gloo's, which averages those of the same graph. With
-"compiled_graphs" torch.compile makes the graphs. With "capture" it tries to capture a step with its averaging.
+With "graphed", forward and backward of the model are CUDA graphs, captured before the model is wrapped; parameters
+are also compared with those of a model without graphs. With "replayed", one graph is a step's computation, and its
+gradients are averaged after each replay; for torch, gloo averages those of the same graph. With "compiled_graphs",
+torch.compile makes the graphs. With "capture", the script tries to capture a step with its averaging.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def inputs(step: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def train(what: str, wrap: Callable[[torch.nn.Module], Any]) -> list[torch.Tensor]:
-    """The parameters after some steps."""
+    """Parameters after some steps."""
     module = build(what)
     if what == "graphed":
         module = torch.cuda.make_graphed_callables(module, (inputs(0, torch.float32),))
@@ -46,7 +46,7 @@ def train(what: str, wrap: Callable[[torch.nn.Module], Any]) -> list[torch.Tenso
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scaler = torch.amp.GradScaler("cuda", enabled=what == "amp")
     dtype = next(model.parameters()).dtype
-    # More streams than the device has hardware queues by default: some share theirs with COARSE's.
+    # More streams than hardware queues by default: some of them share a queue with COARSE's streams.
     busy = [torch.cuda.Stream() for _ in range(16 if what == "many_streams" else 0)]
     for step in range(STEPS):
         for stream in busy:
@@ -63,7 +63,7 @@ def train(what: str, wrap: Callable[[torch.nn.Module], Any]) -> list[torch.Tenso
 
 
 def compiled(model: torch.nn.Module, what: str) -> Callable[..., torch.Tensor]:
-    """`model`, as `what` wants it to be run."""
+    """`model`, compiled if `what` requires it."""
     if what == "compiled":
         return torch.compile(model)
     if what == "compiled_graphs":
@@ -74,13 +74,13 @@ def compiled(model: torch.nn.Module, what: str) -> Callable[..., torch.Tensor]:
 def train_by_replays(
     model: torch.nn.Module, average: Callable[[], None], no_sync: contextlib.AbstractContextManager[None]
 ) -> list[torch.Tensor]:
-    """The parameters after some replays of one graph, each with an average of what it wrote and an update."""
+    """Parameters after some replays of one graph, each followed by averaging its gradients and an update."""
     fed = inputs(0, torch.float32)
     computes = torch.cuda.Stream()
     graph = torch.cuda.CUDAGraph()
     with no_sync:
         computes.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(computes):  # libraries allocate what they need when they are first called
+        with torch.cuda.stream(computes):  # libraries allocate memory at their first call
             model(fed).square().mean().backward()
         torch.cuda.current_stream().wait_stream(computes)
         model.zero_grad()
@@ -136,7 +136,7 @@ def capture() -> None:
     except RuntimeError as raised:
         error = raised
     while error is not None and not isinstance(error, _native.CudaError):
-        error = error.__context__  # torch may have something to say about the capture, too
+        error = error.__context__  # torch may raise its own error about the capture
     assert error is not None, "the step was captured"
     assert "no_sync" in str(error)
     print("capture: refused", flush=True)
@@ -154,7 +154,7 @@ def main() -> None:
     expected = train(what, torch.nn.parallel.DistributedDataParallel)
     found = train(what, wrap_coarse)
     assert all(torch.equal(e, f) for e, f in zip(expected, found, strict=True)), f"{what}: parameters differ"
-    if what == "graphed":  # kernels need not be the same ones
+    if what == "graphed":  # kernels may differ
         for plain, graphed in zip(train("plain", wrap_coarse), found, strict=True):
             assert float((graphed - plain).norm() / plain.norm()) < 1e-3, f"{what}: trains another model"
     print(f"{what}: equal", flush=True)

@@ -1,4 +1,4 @@
-"""Checks of times on a machine that may be busy: delays only ever add, so one good run shows what holds."""
+"""Time checks on a busy machine: delays only add time, so one fast run is sufficient proof."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ATTEMPTS = 8
 
 
 def best_of(check: Callable[[int], Result]) -> Result:
-    """Runs check(attempt) until it raises no AssertionError, ATTEMPTS times at most; the last one's error counts."""
+    """Runs check(attempt) until it raises no AssertionError, at most ATTEMPTS times; raises the last one's error."""
     for attempt in range(ATTEMPTS - 1):
         try:
             return check(attempt)

@@ -1,9 +1,9 @@
-"""Runs worker functions in real processes, follows them, kills them where a test asks for it, and tidies up.
+"""Runs worker functions in real processes, follows them, kills them on a test's request, and cleans up.
 
-A worker is a fork of the test process that runs one function, which gets a `Worker` as its end of the harness
-and whose result (or error) comes back as JSON. The memory devices that workers start are what a user would get:
-processes of their own, started by the session. Nothing sleeps and nothing has a fixed address: a test and its
-workers tell each other when they are ready, and every wait has a limit after which everything is killed.
+A worker is a fork of the test process that runs one function. The function receives a `Worker`, its end of the
+harness; its result or error returns as JSON. Memory devices are separate processes that the session starts, as for
+users. No sleeps and no fixed addresses: tests and workers signal each other when they are ready, and every wait has
+a limit after which everything is killed.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from coarse.settings import Settings
 from coarse.store import DirectoryStore
 
 LIMIT_S = 90.0
-"""How long anything may take that is not itself under test."""
+"""Time limit for everything that is not itself under test."""
 
 PROMPT_S = 5.0
-"""How soon survivors learn of a death while other tests take the processors; else a fraction of a second."""
+"""Limit for survivors to detect a death while other tests use the CPUs; otherwise a fraction of a second."""
 
 LIMIT_OF_DEVICES_S = 30.0
-"""How soon memory devices end after the last worker has gone."""
+"""Limit for memory devices to end after the last worker has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,12 +43,12 @@ class Outcome:
     """How a worker ended.
 
     Args:
-        value: What its function returned, as JSON gives it back.
-        error: Name of the exception's type, or "" if there was none.
-        message: Its text.
-        details: Its traceback.
+        value: Result of its function, after conversion to JSON and back.
+        error: Name of the exception's type, or "" without an exception.
+        message: The exception's text.
+        details: The exception's traceback.
         ended_s: When the function ended, by time.monotonic(), which all processes share.
-        exit_code: As of Popen: negative is a signal's number.
+        exit_code: As in Popen: negative for a signal's number.
     """
 
     value: Any = None
@@ -78,7 +78,7 @@ class Worker:
         )
 
     def store(self, name: str = "store") -> DirectoryStore:
-        """The rendezvous store of a session; each session of a job has one of its own."""
+        """The rendezvous store of a session; each session of a job uses its own."""
         path = self.directory / name
         path.mkdir(mode=0o700, exist_ok=True)
         return DirectoryStore(path)
@@ -92,16 +92,16 @@ class Worker:
         )
 
     def tell(self, value: Any = None) -> None:
-        """Lets the test know something."""
+        """Sends a value to the test."""
         self._channel.send(value)
 
     def hear(self) -> Any:
-        """Waits until the test says something."""
+        """Waits for a value from the test."""
         return self._channel.receive()
 
 
 class RunningWorker:
-    """A worker process as the test sees it."""
+    """The test's end of a worker process."""
 
     def __init__(self, rank: int, pid: int, channel: _JsonChannel) -> None:
         self.rank = rank
@@ -117,7 +117,7 @@ class RunningWorker:
         """Waits for the worker's tell().
 
         Raises:
-            AssertionError: If its function ended instead; with its traceback.
+            AssertionError: If its function ended instead; includes its traceback.
         """
         said = self._channel.receive()
         assert not (isinstance(said, dict) and "ended_s" in said), f"worker {self.rank} ended: {said}"
@@ -130,7 +130,7 @@ class RunningWorker:
         return sent_s
 
     def stop(self) -> float:
-        """Stops the worker; returns when that was asked for, all its threads standing still."""
+        """Stops all threads of the worker; returns the time of the request."""
         sent_s = self.signal(signal.SIGSTOP)
         os.waitid(os.P_PIDFD, self._pidfd, os.WSTOPPED)
         return sent_s
@@ -149,7 +149,7 @@ class RunningWorker:
         return self._outcome
 
     def _last_words(self) -> dict[str, Any]:
-        """How the worker's function ended; nothing where the process ended before that."""
+        """How the worker's function ended; empty if the process ended first."""
         try:
             while True:
                 said = self._channel.receive()
@@ -159,7 +159,7 @@ class RunningWorker:
             return {}
 
     def close(self) -> None:
-        """Ends the process whatever it is doing."""
+        """Ends the process in any state."""
         if self._outcome is None:
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
             os.waitpid(self.pid, 0)
@@ -168,10 +168,10 @@ class RunningWorker:
 
 
 class Job:
-    """Workers of one test, and what they may leave behind."""
+    """The workers of one test, and the files and processes that they may leave behind."""
 
     def __init__(self) -> None:
-        # Sockets have short names: pytest's own temporary directories are too long for them.
+        # Socket paths must be short: pytest's temporary directories are too long.
         self.directory = Path(tempfile.mkdtemp(prefix="coarse-test-"))
         self.temporary = self.directory / "tmp"
         self.temporary.mkdir(mode=0o700)
@@ -196,10 +196,10 @@ class Job:
         return worker
 
     def run(self, world_size: int, function: Callable[[Worker], Any]) -> list[Any]:
-        """Runs `function` on all workers; returns what it returned, by rank.
+        """Runs `function` on all workers; returns its results by rank.
 
         Raises:
-            AssertionError: If one failed; with all tracebacks.
+            AssertionError: If one failed; includes all tracebacks.
         """
         outcomes = self.outcomes(world_size, function)
         failed = [
@@ -231,7 +231,7 @@ class Job:
         return self.signal_device(pid, signal.SIGKILL)
 
     def stop_device(self, pid: int) -> float:
-        """Stops a memory device of this job; returns when that was asked for, all its threads standing still."""
+        """Stops all threads of a memory device of this job; returns the time of the request."""
         sent_s = self.signal_device(pid, signal.SIGSTOP)
         while not _is_stopped(pid):
             assert time.monotonic() < sent_s + LIMIT_S
@@ -243,7 +243,7 @@ class Job:
         assert _ends(pid, LIMIT_S)
 
     def check_nothing_left(self) -> None:
-        """Kills what is still there, and fails if that was anything but the test's own workers.
+        """Kills all remaining processes, and fails if these include any besides the test's workers.
 
         Raises:
             AssertionError: If memory devices or their directories outlive the workers.
@@ -271,30 +271,30 @@ class Job:
         except BaseException:
             traceback.print_exc()
         finally:
-            # The test process's own clean-up is not the worker's.
+            # The worker must not run the test process's clean-up.
             os._exit(code)
 
 
 @contextlib.contextmanager
 def job_of_test() -> Iterator[Job]:
-    """A Job that leaves nothing behind: processes, directories, descriptors of the test process."""
+    """A Job; checks that it leaves no processes, directories or descriptors of the test process behind."""
     descriptors = open_descriptors()
     job = Job()
     try:
         yield job
     finally:
         job.check_nothing_left()
-    # What earlier tests have left to the garbage collector may have gone meanwhile.
+    # The garbage collector may have closed descriptors of earlier tests meanwhile.
     assert open_descriptors() <= descriptors, what_is_open()
 
 
 def open_descriptors(pid: int | str = "self") -> int:
-    """How many descriptors a process has open."""
+    """Number of open descriptors of a process."""
     return len(os.listdir(f"/proc/{pid}/fd"))
 
 
 def what_is_open() -> list[str]:
-    """What the descriptors of this process are of."""
+    """The targets of this process's descriptors."""
     return sorted(os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd"))
 
 
@@ -308,7 +308,7 @@ def _outcome_of(function: Callable[[Worker], Any], worker: Worker) -> dict[str, 
 
 
 class _JsonChannel:
-    """JSON values, a line each, over a stream socket."""
+    """JSON values, one per line, over a stream socket."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
@@ -321,8 +321,8 @@ class _JsonChannel:
         """The next value.
 
         Raises:
-            EOFError: If the other end is gone.
-            TimeoutError: If none came within LIMIT_S.
+            EOFError: If the other end has closed.
+            TimeoutError: If no value arrived within LIMIT_S.
         """
         deadline = time.monotonic() + LIMIT_S
         while b"\n" not in self._buffer:

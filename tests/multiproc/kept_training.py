@@ -1,6 +1,6 @@
-"""A little training with Adam by Session alone, bit for bit the same in every run, for tests of what is kept.
+"""Short training with Adam through Session alone, bitwise the same in every run, for tests of persistent devices.
 
-Parameters and gradients are in the host's memory, or in that of a GPU.
+Parameters and gradients are in the host's memory or in a GPU's memory.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def write_settings(group, step):
     settings["step_size"] = 0.01 / step
     settings["first_weight"], settings["second_decay"], settings["second_weight"] = 0.1, 0.99, 0.01
     settings["second_scale"], settings["epsilon"] = 0.5, 1e-8
-    # Tensor 1 has a gradient in every other step only, and has the number of its next update in all of them.
+    # Tensor 1 has a gradient only in every other step, and the number of its next update in all steps.
     settings["update_number"] = [step, step // 2 + 1, step, step]
     settings["has_gradient"] = [1, step % 2, 1, 1]
 
@@ -94,7 +94,7 @@ def fill_slots(group, rank, step, gpu=""):
 
 
 def take_step(group, rank, step, reach=lambda place: None, gpu=""):
-    """One training step, with a word about each place that it comes to."""
+    """Runs one training step; calls `reach` with the name of each place that it reaches."""
     fill_slots(group, rank, step, gpu)
     for index in range(len(LENGTHS)):
         reach(f"backward.push {index}")
@@ -120,7 +120,7 @@ def digest(group, gpu=""):
 
 
 def train(me, attempt, reach=None, gpu="", **settings):
-    """Trains to the end, from wherever memory is; returns where that was, and what came out."""
+    """Trains to the end, from the step in the memory devices; returns that step and the results."""
     with join(me, attempt, **settings) as session:
         me.session = session
         group = register(session, gpu=gpu)
@@ -139,7 +139,7 @@ def train(me, attempt, reach=None, gpu="", **settings):
 
 
 def finish(job, attempt, **settings):
-    """Runs an attempt to its end; returns the step it went on from, the updates of each tensor, and its digest."""
+    """Runs an attempt to its end; returns its first step, the updates of each tensor, and its digest."""
     results = job.run(WORKERS, lambda me: train(me, attempt, **settings))
     assert results[0] == results[1]
     return tuple(results[0])

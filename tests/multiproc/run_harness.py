@@ -1,4 +1,4 @@
-"""Starts `coarse run` for the tests, follows what it prints, and kills it if a test leaves it behind."""
+"""Starts `coarse run` for the tests, follows its output, and kills it if a test leaves it running."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from typing import IO
 import coarse
 
 LIMIT_S = 90.0
-"""How long anything may take that is not itself under test."""
+"""Time limit for everything that is not itself under test."""
 
 COARSE_RUN = (sys.executable, "-m", "coarse", "run")
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """Returns this process's environment without a job's variables, able to import this very package."""
+    """Returns this process's environment without job variables, with this package importable."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("COARSE_")}
     inherited.pop("OMP_NUM_THREADS", None)
     return {**inherited, "PYTHONPATH": str(Path(coarse.__file__).parents[1]), **variables}
@@ -49,7 +49,7 @@ def spawned(
     stderr: int | None = None,
     **variables: str,
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Starts `coarse run`, in a session of its own, and ends it whatever happens."""
+    """Starts `coarse run` in its own process session, and always ends it."""
     process = subprocess.Popen(
         [*COARSE_RUN, *map(str, arguments)],
         bufsize=0,
@@ -76,7 +76,7 @@ def read_pidfds(stream: IO[bytes] | None, count: int) -> dict[str, int]:
 
 
 def all_end_within(limit_s: float, pidfds: Mapping[str, int]) -> list[str]:
-    """Waits for the processes to end; returns the names of those still there after `limit_s` seconds."""
+    """Waits for the processes to end; returns the names of those still running after `limit_s` seconds."""
     deadline = time.monotonic() + limit_s
     return [name for name, pidfd in pidfds.items() if not _ends_before(deadline, pidfd)]
 

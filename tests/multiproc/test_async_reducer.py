@@ -1,4 +1,4 @@
-"""Tensors that are reduced by name: groups of them come and go while others are under way."""
+"""Reductions of tensors by name: tensor groups are created and removed while other reductions run."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ LENGTH = 10_000
 
 
 def total(reducer, name, rank):
-    """The sum of a tensor over two workers, of which each brings 2**rank."""
+    """The sum of a tensor over two workers; each contributes 2**rank."""
     values = np.full(LENGTH, 2.0**rank, np.float32)
     reducer.reduce_all([(name, values.ctypes.data, values.ctypes.data, values.nbytes)])
     return set(values.tolist())
 
 
 def device_mib(session):
-    """What memory devices share with workers."""
+    """MiB that memory devices share with workers."""
     kib = 0
     for pid in session.device_pids:
         with open(f"/proc/{pid}/status") as status:
@@ -57,7 +57,7 @@ def test_a_group_is_released_when_nothing_of_it_is_under_way(job):
             asking = threading.Thread(target=lambda: found.append(total(reducer, "a/small", me.rank)))
             if me.rank == 0:
                 asking.start()
-                while not session._client._native.is_late(group.id, 0):  # until it is pushed
+                while not session._client._native.is_late(group.id, 0):  # until the tensor is pushed
                     time.sleep(0.001)
                 assert not reducer.release(group)
             assert total(reducer, "b/large", me.rank) == {3.0}

@@ -1,4 +1,4 @@
-"""`coarse bench checkpoint`: what each system saved is compared with the model before its saves are timed."""
+"""`coarse bench checkpoint`: each system's saved state is compared with the model before its saves are timed."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_command_prints_a_table_and_appends_records(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     records = [json.loads(line) for line in path.read_text().splitlines()]
     assert [record["system"] for record in records] == list(SYSTEMS)
-    # Parameters and two moments of four bytes each.
+    # Parameters and two moments, four bytes each.
     assert all(record["bytes"] > 3 * 4 * 151_306 for record in records)
     assert all(record["iterations"] == 2 for record in records)
     assert "measured on" in result.stdout

@@ -42,7 +42,7 @@ def replay(**changes):
 def test_every_scheme_takes_the_time_of_its_links():
     results = replay(has_compute=False)
     assert set(results) == set(SCHEMES)
-    # A worker's local pair carries 9 GB/s both ways together; half of what is exchanged comes on top at the least.
+    # A worker's local pair carries 9 GB/s in both directions together; at least half of the exchange is added.
     assert results["local"].step.min_us >= 2 * 4 * MIB / 9e3
     assert results["fifo"].step.min_us > results["offload"].step.min_us
     for result in results.values():

@@ -17,7 +17,7 @@ SIZES = (4096, 100_000)
 
 
 def installed(*systems: str) -> tuple[str, ...]:
-    """Those of `systems` that run here; skips the test if none does."""
+    """Those of `systems` that run here; skips the test if none of them does."""
     present = tuple(system for system in systems if missing(system) is None)
     if not present:
         pytest.skip("; ".join(str(missing(system)) for system in systems))

@@ -1,4 +1,4 @@
-"""Fleet: workers that die, err or hang are named, with what they wrote; nothing is left behind."""
+"""Fleet: workers that die, fail or hang are named, with their output; nothing is left behind."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytest.importorskip("torch")
 
 @pytest.fixture(autouse=True)
 def private_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where pools put their directories; empty again after each test. Short: a socket lies in it."""
+    """The parent of pools' directories; empty again after each test. A short path, because it contains a socket."""
     previous = tempfile.tempdir
     with tempfile.TemporaryDirectory(prefix="b-") as directory:
         tempfile.tempdir = directory
@@ -122,7 +122,7 @@ def test_workers_end_with_their_driver(how: signal.Signals, private_directory: P
 
 
 def test_a_worker_that_is_being_set_up_ends_with_its_driver(private_directory: Path) -> None:
-    """Here it would wait for a second worker."""
+    """The worker would otherwise wait for a second one."""
     directory = private_directory / "job"
     directory.mkdir()
     job = WorkerJob(rank=0, num_workers=2, directory=directory, options={})

@@ -1,4 +1,4 @@
-"""Dual synchronisation in the host's memory: workers reduce tensors themselves, with the bits of memory devices."""
+"""Dual synchronisation in host memory: the direct all-reduce gives the same bits as the memory devices."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHARDS = {"memory_devices": 2, "shard_bytes": 64 * KIB, "profile": "off"}
 
 
 def profile_of_host(gbytes_per_s, *, paths_share_links):
-    """All paths alike."""
+    """A profile with equal paths."""
     key = profile_key(TABLE, host_key(read_host()))
     points = tuple(
         CurvePoint(nbytes=size, time_us=1 + size / gbytes_per_s / 1e3)
@@ -90,7 +90,7 @@ def test_every_kind_of_tensor_has_the_bits_of_memory_devices(job, num_workers, a
 
 
 def test_workers_without_a_gradient_and_workers_that_have_joined(job):
-    """What somebody has nothing for, memory devices reduce; a joined worker meets nobody."""
+    """Memory devices reduce tensors with absent contributions; a joined worker skips the direct all-reduce."""
 
     def worker(me):
         with me.join(dual_sync="0", **SHARDS) as session:
@@ -152,7 +152,7 @@ def test_a_worker_that_dies_on_its_own_path_ends_the_session(job):
                 sync(group, range(6), lambda spec: 1.0)
             for index in range(6):
                 group.push(index)
-            if me.rank == 1:  # everything is pushed, and its piece is for ever missing
+            if me.rank == 1:  # everything is pushed, but this worker's piece never arrives
                 os.kill(os.getpid(), signal.SIGKILL)
             with pytest.raises(WorkerLostError, match="worker 1"):
                 group.pull_all()
@@ -171,7 +171,7 @@ def test_a_worker_that_dies_on_its_own_path_ends_the_session(job):
     ],
 )
 def test_auto_goes_by_the_profile(job, tmp_path, gbytes_per_s, share_links, expected):
-    """On a host that is far faster than the backward pass, and on slower ones."""
+    """On a host whose links are far faster than the backward pass, and on slower ones."""
     profile_of_host(gbytes_per_s, paths_share_links=share_links).save(tmp_path / "profile.json")
 
     def worker(me, how):
@@ -193,7 +193,7 @@ def test_without_a_profile_there_is_no_estimate_and_it_says_so(job):
             return decided(session)
 
     for (why,) in job.run(2, worker):
-        assert "no profile" in why
+        assert "no profile is available" in why
         assert "coarse profile" in why
 
 

@@ -1,4 +1,4 @@
-"""On paced links the profiler finds what they are paced to, and routes as the paper's Figure 15 does."""
+"""On paced links the profiler measures the configured figures, and routes match the paper's Figure 15."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from coarse.tuning.measure import MeasurePlan, measure_profile
 
 
 def measured(job, name, machine, table, dilation, plan):
-    """The profile that all workers of an emulated session hold."""
+    """The common profile of all workers of an emulated session."""
 
     def worker(me):
         settings = {
@@ -42,7 +42,7 @@ def paced(machine, table, sizes):
 
 
 def test_what_was_paced_is_found_within_a_tenth(job):
-    """A latency takes milliseconds here, so that a scheduler's delays weigh little."""
+    """A latency takes milliseconds here, so the scheduler's delays have little weight."""
     table = PartitionTable.load("sdsc-p100")
     plan = MeasurePlan(sizes=(4096, 262144, 1 << 20), budget_s=4.0)
     best_of(lambda attempt: _check_what_was_found(job, str(attempt), table, plan))
@@ -84,7 +84,7 @@ def _check_routes(job, name, machine, table, plan, expected):
 
 
 def test_a_session_adopts_routes_and_shards_of_the_machine(job, tmp_path):
-    """By a profile of emulated links that was kept in a file; the sum is what it always is."""
+    """The session uses a profile of emulated links from a file; the sums do not change."""
     import numpy as np
 
     from coarse.schema import TensorSpec

@@ -1,4 +1,4 @@
-"""Whatever dies, stops or leaves: the survivors are told who it was, in time, and nothing is left behind."""
+"""Processes die, stop or leave: the survivors learn in time which one it was, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from coarse.errors import OutOfDeviceMemoryError
 from coarse.schema import TensorSpec
 
 SHORT_S = 3.0
-"""A time-out that is waited for."""
+"""A time-out that the test waits for."""
 
 
 def floats(names="ab", num_elements=1000):
@@ -26,7 +26,7 @@ def floats(names="ab", num_elements=1000):
 
 
 def training(*, before_push=False, before_pull=False, steps=1, **settings):
-    """A worker that synchronises, and waits for the test's word at one place if it has `me.rank` 1."""
+    """A worker that synchronises; worker 1 waits for the test at one place."""
 
     def worker(me):
         with me.join(**settings) as session:
@@ -47,7 +47,7 @@ def training(*, before_push=False, before_pull=False, steps=1, **settings):
 
 
 def started(job, world_size, worker):
-    """Running workers that have come to where they synchronise, and the pids of the memory devices."""
+    """Running workers that have reached the synchronisation, and the pids of the memory devices."""
     workers = job.start(world_size, worker)
     pids = [running.hear() for running in workers]
     return workers, pids[0]
@@ -81,7 +81,7 @@ def test_the_death_of_a_worker_is_told_to_all_others(job, place, memory_devices)
 
 @pytest.mark.parametrize("dies", ["a worker", "a memory device"])
 def test_survivors_hear_of_a_death_within_a_second(job, dies):
-    """At the best of a few attempts, since a busy machine may take longer: PROMPT_S is for all other tests."""
+    """In the best of a few attempts, because a busy machine may take longer; other tests use PROMPT_S."""
     took_s = []
     while not took_s or (min(took_s) >= 1.0 and len(took_s) < 5):
         workers, pids = started(job, 3, training(before_push=True, memory_devices=2))
@@ -113,7 +113,7 @@ def test_the_death_of_the_worker_that_started_the_devices_is_no_different(job):
 
 
 def test_a_step_that_everyone_pushed_completes_without_one_of_them(job):
-    """Killed after push, before pull: the survivors have the result of that step, and fail in the next."""
+    """Killed between push and pull: the survivors get the result of that step, and fail in the next one."""
 
     def worker(me):
         with me.join() as session:
@@ -254,11 +254,11 @@ def test_a_worker_that_leaves_with_an_error_is_what_others_are_to_look_at(job):
     outcome = workers[0].finish()
     assert outcome.error == "WorkerLostError", outcome
     assert "worker(s) 1 left with an error of their own" in outcome.message
-    assert "look at their output" in outcome.message
+    assert "see their output" in outcome.message
 
 
 def test_workers_may_leave_one_after_the_other(job):
-    """A last step that is complete is not lost because somebody was faster."""
+    """A complete last step is not lost because another worker left earlier."""
 
     def worker(me):
         with me.join(memory_devices=2) as session:
@@ -275,7 +275,7 @@ def test_workers_may_leave_one_after_the_other(job):
 
 
 class Telling(logging.Handler):
-    """Has the test hear the first warning of a worker that says something."""
+    """Sends the first warning of a worker to the test."""
 
     def __init__(self, me, something=""):
         super().__init__(logging.WARNING)
@@ -296,7 +296,7 @@ def test_a_long_wait_names_the_late_worker_while_it_goes_on(job, use):
             session.barrier()
             me.tell()
             if me.rank == 1:
-                me.hear()  # that it has been named
+                me.hear()  # the test has seen the worker's name
             else:
                 logging.getLogger("coarse").addHandler(Telling(me))
             if use == "register":
@@ -318,18 +318,18 @@ def test_a_long_wait_names_the_late_worker_while_it_goes_on(job, use):
     assert " s (COARSE_TIMEOUT_S)" in said
     if use in ("pull", "pull_all"):
         assert "'a' of weights (not pushed by worker(s) 1)" in said
-        assert "if its data has ended sooner, give all workers as many batches" in said
+        assert "if it ran out of data first, give all workers as many batches" in said
 
 
 def test_workers_at_different_places_are_told_where_the_other_one_is(job):
-    """As at the end of the shorter of two datasets, where one evaluates and the other still trains."""
+    """As at the end of the shorter of two datasets: one worker evaluates while the other still trains."""
 
     def worker(me):
         with me.join(warn_after_s=0.2, timeout_s=SHORT_S) as session:
             group = session.register("weights", floats())
             session.barrier()
-            # What comes before the other one has pushed does not say where that one is.
-            logging.getLogger("coarse").addHandler(Telling(me, "waits itself for"))
+            # A message before the other worker's push does not contain that worker's place.
+            logging.getLogger("coarse").addHandler(Telling(me, "is itself waiting for"))
             group.push(me.rank)
             group.pull(me.rank)
 
@@ -337,11 +337,14 @@ def test_workers_at_different_places_are_told_where_the_other_one_is(job):
     said = [running.hear() for running in workers]
     for rank, (text, awaited) in enumerate(zip(said, "ba", strict=True)):
         other = f"worker {1 - rank} (pid {workers[1 - rank].pid})"
-        assert f"{other} waits itself for '{awaited}' of weights, which worker {rank} has not pushed" in text
-        assert "If the data of one ended sooner, give all workers as many batches" in text
+        assert (
+            f"{other} is itself waiting for '{awaited}' of weights, which worker {rank} has not pushed"
+            in text
+        )
+        assert "If one of them ran out of data first, give all workers as many batches" in text
     ends = [running.finish() for running in workers]
     assert {outcome.error for outcome in ends} <= {"SyncTimeoutError", "WorkerLostError"}
-    assert any("waits itself for" in outcome.message for outcome in ends)
+    assert any("is itself waiting for" in outcome.message for outcome in ends)
 
 
 def test_short_waits_say_nothing(job):
@@ -370,7 +373,7 @@ def test_a_worker_that_goes_on_in_time_is_not_missed(job):
 
 @pytest.mark.slow
 def test_a_job_that_was_stopped_as_a_whole_for_longer_than_the_time_out_goes_on(job):
-    """At Ctrl-Z: who waited must not blame the others for that time."""
+    """As with Ctrl-Z: a waiting worker must not count that time against the others."""
 
     def worker(me):
         with me.join(memory_devices=1, heartbeat_s=2.0) as session:
@@ -391,7 +394,7 @@ def test_a_job_that_was_stopped_as_a_whole_for_longer_than_the_time_out_goes_on(
         running.stop()
     time.sleep(2 * SHORT_S)
     workers[0].signal(signal.SIGCONT)
-    time.sleep(0.5)  # it has looked
+    time.sleep(0.5)  # it has checked
     job.signal_device(device_pids[0], signal.SIGCONT)
     workers[1].signal(signal.SIGCONT)
     workers[1].tell()
@@ -451,7 +454,7 @@ def test_the_death_of_a_memory_device_is_told_to_all_workers(job, algorithm, vic
 
 
 def test_who_leaves_because_of_a_memory_device_is_not_taken_for_the_reason(job):
-    """As if the others saw the end of the worker before that of the device."""
+    """As if the others noticed the end of the worker before the end of the device."""
 
     def worker(me):
         with me.join(memory_devices=2) as session:
@@ -470,7 +473,7 @@ def test_who_leaves_because_of_a_memory_device_is_not_taken_for_the_reason(job):
 
 @pytest.mark.parametrize("number", ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"])
 def test_a_signal_to_all_processes_of_a_job_is_for_the_workers(job, number):
-    """As batch systems send them: workers may still want to save what memory devices have."""
+    """As batch systems send them: workers may still need to save the contents of memory devices."""
     workers, device_pids = started(job, 2, training(before_push=True, memory_devices=2))
     for pid in device_pids:
         job.signal_device(pid, signal.Signals[number])
@@ -479,7 +482,7 @@ def test_a_signal_to_all_processes_of_a_job_is_for_the_workers(job, number):
 
 
 def test_a_memory_device_that_may_not_map_tensors_refuses_them(job):
-    """It stays, and so does the session."""
+    """The device and the session continue."""
 
     def worker(me):
         with me.join(memory_devices=2) as session:
@@ -551,14 +554,14 @@ def test_a_memory_device_that_stands_still_is_named_after_the_time_out(job):
     outcomes = [running.finish() for running in workers]
     assert [outcome.error for outcome in outcomes] == ["SyncTimeoutError"] * 2
     assert "'a' of weights (not pushed by worker(s) 1)" in outcomes[0].message
-    assert f"not taken by memory device md1 (pid {device_pids[1]})" in outcomes[1].message
+    assert f"not processed by memory device md1 (pid {device_pids[1]})" in outcomes[1].message
 
 
 HEARTBEAT_S = 2.0
 
 
 def training_beside_a_stopped_device(use, *, memory_devices=2, **settings):
-    """A worker that synchronises once, then again at the test's word, as often as it takes."""
+    """A worker that synchronises once, then repeatedly after a signal from the test."""
 
     def worker(me):
         with me.join(memory_devices=memory_devices, **settings) as session:
@@ -602,15 +605,15 @@ def test_a_memory_device_that_stands_still_is_lost_within_twice_the_heartbeat(
         assert outcome.error == "MemoryDeviceLostError", outcome
         assert f"memory device md{victim} (pid {device_pids[victim]})" in outcome.message
         assert outcome.ended_s - asked_s < HEARTBEAT_S + PROMPT_S
-    # Whoever notices it first ends the session and with it the device, which may be what the other one notices.
+    # The first worker to notice it ends the session and the device; the other worker may notice that instead.
     said = "has given no sign of life for more than 2 s (COARSE_HEARTBEAT_S)"
     assert any(said in outcome.message for outcome in outcomes), outcomes
     assert all(said in outcome.message or "died" in outcome.message for outcome in outcomes), outcomes
-    job.await_end(device_pids[victim])  # it cannot go on with what nobody waits for any more
+    job.await_end(device_pids[victim])  # it must not continue after all waiting workers have gone
 
 
 def test_a_memory_device_that_stands_still_is_told_to_workers_that_wait_for_another_one(job):
-    """By the other devices: only worker 1's own takes part in what it waits for."""
+    """The other devices report it: worker 0 waits for a reduction in which only worker 1's device takes part."""
 
     def worker(me):
         with me.join(memory_devices=3, heartbeat_s=HEARTBEAT_S) as session:
@@ -680,8 +683,8 @@ DIFFERENCES = {
         [TensorSpec(name="a", dtype="float32", num_elements=1000, op="max")],
         "1000 x float32 (sum) on worker 0, 'a' of 1000 x float32 (max) on worker 2",
     ),
-    "number": (floats("abc"), floats("a"), "worker 0 has 3 tensors, the other 1; the first one more is 'b'"),
-    "more": (floats("a"), floats("ab"), "worker 2 has 2 tensors, the other 1; the first one more is 'b'"),
+    "number": (floats("abc"), floats("a"), "worker 0 has 3 tensors, the other 1; the first extra one is 'b'"),
+    "more": (floats("a"), floats("ab"), "worker 2 has 2 tensors, the other 1; the first extra one is 'b'"),
 }
 
 
@@ -696,7 +699,7 @@ def test_models_that_differ_are_refused_on_every_worker_with_the_first_differenc
         with me.join(memory_devices=memory_devices) as session:
             with pytest.raises(Exception, match="workers 0 and 2 differ") as caught:
                 session.register("model", other if me.rank == 2 else usual)
-            # A refusal is no loss: the session goes on.
+            # A refusal is not a lost process: the session continues.
             group = session.register("model", usual)
             group.push(0)
             assert group.pull(0) == 3

@@ -1,8 +1,7 @@
-"""Memory devices on a GPU, without one: all of COARSE, with CUDA's driver and compiler replaced.
+"""Memory devices on a GPU, tested without a GPU: all of COARSE, with stand-ins for CUDA's driver and compiler.
 
-The stand-ins (tests/native/cuda_stand_in.cpp, nvrtc_stand_in.cpp) have memfds for device memory, threads for streams,
-and the kernels compiled for the host. What they cannot show is in docs/design/gpu.md; tests/gpu runs the same scripts
-on a GPU.
+The stand-ins (tests/native/cuda_stand_in.cpp, nvrtc_stand_in.cpp) use memfds as device memory, threads as streams,
+and kernels compiled for the host. docs/design/gpu.md lists their limits; tests/gpu runs the same scripts on a GPU.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ MARK = "MARK_OF_A_TEST"
 
 @pytest.fixture(scope="session")
 def stand_ins(cuda_stand_ins):
-    """The environment of a process for which CUDA is a stand-in."""
+    """The environment of a process that uses the stand-in for CUDA."""
     return {
         "LD_LIBRARY_PATH": str(cuda_stand_ins),
         "XDG_CACHE_HOME": str(cuda_stand_ins),
@@ -37,9 +36,9 @@ def stand_ins(cuda_stand_ins):
 
 
 def run_workers(tmp_path, memory_devices, script, *arguments, nodes=("", ""), **environment):
-    """Runs workers to their ends; returns what each printed last, as JSON if it is, and the errors of all.
+    """Runs workers to their ends; returns each one's last line, parsed if it is JSON, and the errors of all.
 
-    `nodes` is that of each worker.
+    `nodes` contains each worker's node.
     """
     store = tmp_path / memory_devices.replace(":", "")
     store.mkdir()
@@ -70,7 +69,7 @@ def run_workers(tmp_path, memory_devices, script, *arguments, nodes=("", ""), **
 
 
 def processes_left(mark):
-    """Processes of a job that are there although its workers are gone, after some patience."""
+    """Processes of a job that still run some time after its workers have ended."""
     deadline_s = time.monotonic() + LIMIT_OF_DEVICES_S
     while (left := [*marked_processes(mark)]) and time.monotonic() < deadline_s:
         os.sched_yield()
@@ -82,13 +81,13 @@ def marked_processes(mark):
         try:
             if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
                 yield (folder / "cmdline").read_text()
-        except OSError:  # ended meanwhile
+        except OSError:  # has ended meanwhile
             continue
 
 
 @pytest.fixture(scope="module")
 def host_results(tmp_path_factory):
-    """What memory devices on the host reduce to."""
+    """Results of memory devices on the host."""
     results, _ = run_workers(tmp_path_factory.mktemp("host"), "2", "reduce_script.py", "host")
     return results
 
@@ -120,7 +119,7 @@ def test_algorithms_between_gpus_have_the_bits_of_the_host(stand_ins, tmp_path, 
         "reduce_script.py",
         "host",
         COARSE_ALGORITHM=algorithm,
-        NCCL_COMM_BLOCKING="0",  # as users may have set it for communicators of their own
+        NCCL_COMM_BLOCKING="0",  # as users may set it for their own communicators
         **stand_ins,
     )
     assert None not in found, errors
@@ -156,14 +155,14 @@ def test_between_gpus_the_fastest_algorithm_is_measured(stand_ins, tmp_path, hos
     assert found == host_results
     assert "links: not profiled: links to GPUs are measured when tensors are first registered" in errors
     choices = [line for line in errors.splitlines() if "large tensors between memory devices by" in line]
-    assert len(choices) == 2  # of each worker
+    assert len(choices) == 2  # one per worker
     assert choices[0] == choices[1]
     assert all(f"ms by {name}" in choices[0] for name in ("exchange", "direct", "ring", "nccl"))
 
 
 @pytest.fixture(scope="module")
 def local_results(stand_ins, tmp_path_factory):
-    """What workers on a third GPU reduce to whose tensors go to their own memory devices."""
+    """Results of workers on a third GPU, whose tensors go to their own memory devices."""
     gpus = stand_ins | {"STAND_IN_GPUS": "3", "COARSE_ROUTING": "local"}
     found, errors = run_workers(
         tmp_path_factory.mktemp("local"), "cuda:0,cuda:1", "tensors_script.py", "2", "3", **gpus
@@ -211,12 +210,12 @@ def test_slots_that_not_all_memory_devices_reach_lie_in_one_piece(stand_ins, tmp
     )
     assert None not in found, errors
     assert [each["hash"] for each in found] == local_results
-    assert errors.count("tensors: memory devices refuse the routes of its tensors, which get simpler") == 2, (
-        errors
-    )
+    assert (
+        errors.count("tensors: memory devices refuse the routes of its tensors; trying simpler routes") == 2
+    ), errors
 
 
-# Who only asked the driver would not know of the second one, and go on with gradients that never arrived.
+# A check of the driver alone would miss the second fault, and continue with gradients that never arrived.
 @pytest.mark.parametrize("why", ["STAND_IN_GPUS_ARE_APART", "STAND_IN_LOSES"])
 def test_a_worker_that_does_not_reach_its_memory_device_has_another_one(
     stand_ins, tmp_path, local_results, why
@@ -286,7 +285,7 @@ def test_replicas_lie_also_on_gpus_that_do_not_reach_each_other(stand_ins, tmp_p
 
 
 def run_on_emulated_machine(tmp_path, memory_devices, **environment):
-    """Two workers of a machine with 1 ms for 4 MiB, as users start them; returns what they printed."""
+    """Two workers of a machine with 1 ms for 4 MiB, started as users do; returns their output."""
     folder = tmp_path / memory_devices.replace(":", "")
     folder.mkdir()
     machine = ["--machine", "aws-p3", "--time-dilation", "20", "--memory-devices", memory_devices]
@@ -446,7 +445,7 @@ def test_where_nccl_fails_another_way_is_chosen(stand_ins, tmp_path, host_result
     found, errors = run_workers(tmp_path, "cuda:0,cuda:1", "reduce_script.py", "host", **failing)
     assert found == host_results, errors
     reason = "no socket interface found" if what == "id" else "No space left on device"
-    assert len(re.findall(f"memory devices do without NCCL: .*{reason}", errors)) == 1
+    assert len(re.findall(f"memory devices do not use NCCL: .*{reason}", errors)) == 1
 
 
 @pytest.mark.parametrize("what", ["id", "rank1"])
@@ -478,7 +477,7 @@ def test_the_example_is_trained_as_by_memory_devices_on_the_host(stand_ins):
             timeout=LIMIT_S,
         )
         assert ended.returncode == 0, ended.stderr
-        return ended.stdout.splitlines()[-2:]  # how many lines come before depends on the time that it takes
+        return ended.stdout.splitlines()[-2:]  # the number of earlier lines depends on timing
 
     expected = trained_by("2")
     assert "step 23/23 loss" in expected[0]

@@ -1,6 +1,6 @@
-"""Dual synchronisation of workers on GPUs, without GPUs: some shards go to the memory devices, others by NCCL.
+"""Dual synchronisation of workers on GPUs, tested without GPUs: some shards use memory devices, others NCCL.
 
-By the stand-ins for CUDA's driver and NCCL (tests/native). What they cannot show is in docs/design/gpu.md.
+Uses the stand-ins for CUDA's driver and NCCL (tests/native). docs/design/gpu.md lists their limits.
 """
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ from __future__ import annotations
 import pytest
 from test_gpu_devices_stand_in import run_workers, stand_ins  # noqa: F401, a fixture
 
-STEPS = "7"  # four until it is planned who reduces what, and some by that plan
+STEPS = "7"  # four steps until the plan of dual synchronisation, and some with it
 MIB = 1 << 20
 
 
 def run_steps(tmp_path, memory_devices, environment, *, place="own"):
-    """What two workers found and decided, and the errors of both."""
+    """The results and decisions of two workers, and the errors of both."""
     found, errors = run_workers(tmp_path, memory_devices, "tensors_script.py", place, STEPS, **environment)
     assert None not in found, errors
     assert found[0]["decisions"] == found[1]["decisions"]
@@ -22,7 +22,7 @@ def run_steps(tmp_path, memory_devices, environment, *, place="own"):
 
 @pytest.fixture(scope="module")
 def expected_hash(stand_ins, tmp_path_factory):  # noqa: F811
-    """Of the results by memory devices alone."""
+    """Hash of the results with memory devices alone."""
     found, _ = run_steps(tmp_path_factory.mktemp("off"), "2", {**stand_ins, "COARSE_DUAL_SYNC": "off"})
     assert not any("dual synchronisation" in line for line in found[0]["decisions"])
     return found[0]["hash"]
@@ -84,7 +84,7 @@ IN_TRIAL = "worker 0: worker 0: trial of dual synchronisation: ncclAllReduce"
     [
         pytest.param("2", "id", "worker 0: ncclGetUniqueId", marks=pytest.mark.slow),
         ("2", "rank1", "worker 1: ncclCommInitRank"),
-        # while it connects
+        # dies while it connects
         pytest.param("2", "operation1:2", "worker 1: ncclAllReduce", marks=pytest.mark.slow),
         pytest.param("2", "operation0:6", IN_TRIAL, marks=pytest.mark.slow),
         ("cuda:1,cuda:1", "operation0:6", IN_TRIAL),

@@ -1,4 +1,4 @@
-"""Measuring the links of a running session: all workers hold the same profile, and nothing is left of it."""
+"""Link measurements of a running session: all workers get the same profile, and the measurement leaves no traces."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_progress_is_told_by_the_worker_whose_turn_it_is(job):
 
 
 def test_memory_is_given_back(job):
-    """Of slots, which all processes map, and of the memory devices' own ends."""
+    """Memory of slots, which all processes map, and the memory devices' own buffers."""
     largest = 32 << 20
 
     def worker(me):
@@ -156,11 +156,11 @@ def test_a_worker_that_is_killed_while_it_measures_is_named(job):
 
 
 def test_each_node_measures_its_own_links(job):
-    """Of two nodes with two workers and one; jobs over several nodes keep local routes."""
+    """Two nodes with two workers and one; jobs over several nodes keep local routes."""
 
     def worker(me):
         with me.join(node="ab"[me.rank // 2], memory_devices=1) as session:
-            assert session.decisions()[0] == "links: not profiled: profiles are of jobs on one node"
+            assert session.decisions()[0] == "links: not profiled: only jobs on one node have profiles"
             profile = measure_profile(session, SHORT)
             session.barrier()
             return as_json(profile)

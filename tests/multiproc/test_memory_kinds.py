@@ -1,7 +1,7 @@
-"""Sessions over memory of every kind: the results, the ends and the restarts of those over the host's memory.
+"""Sessions with every kind of memory: same results, ends and restarts as with host memory.
 
-The only NUMA node that every machine has stands for a node elsewhere; a file for a DAX device (what differs is named
-in tests/unit/test_memory_dax.py).
+The machine's first NUMA node stands for a distant node, and a file for a DAX device (tests/unit/test_memory_dax.py
+lists the differences).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from coarse.schema import TensorSpec
 UNIT = 2 << 20
 DEVICE_BYTES = 32 * UNIT
 NODE = next((node.node for node in read_numa_nodes() if node.memory_bytes), None)
-LENGTHS = (300_001, 70_000, 33, 1)  # several shards of 64 KiB, one of which is no multiple of a cache line
+LENGTHS = (300_001, 70_000, 33, 1)  # several shards of 64 KiB, one of them not a multiple of a cache line
 
 MEMORIES = [
     pytest.param(
@@ -44,7 +44,7 @@ MEMORIES = [
 
 @pytest.fixture
 def devices(tmp_path):
-    """Gives the memories of a list in which PATH/0 and PATH/1 stand for DAX devices."""
+    """Returns a function that makes a list's memories; PATH/0 and PATH/1 stand for DAX devices."""
     for name in "01":
         (tmp_path / name).write_bytes(b"\xff" * DEVICE_BYTES)
 
@@ -52,7 +52,7 @@ def devices(tmp_path):
         return parse_memory_devices(text.replace("PATH", str(tmp_path)))
 
     yield named
-    for name in "01":  # nobody has it, and nobody maps any of it
+    for name in "01":  # no process owns it or maps a part of it
         memory = DaxMemory(str(tmp_path / name))
         assert memory.available_bytes() == DEVICE_BYTES
         memory.close()
@@ -63,7 +63,7 @@ def specs():
 
 
 def reduce_steps(session, rank):
-    """Bytes of what three steps of one group come to."""
+    """Result bytes of three steps of one group."""
     group = session.register("gradients", specs())
     found = []
     for step in range(3):
@@ -122,7 +122,7 @@ def test_what_is_kept_in_one_memory_is_not_looked_for_in_another(job, devices):
         RendezvousError.__name__,
         MemoryDeviceLostError.__name__,
     }
-    assert "were kept own dax:" in outcomes[0].message
+    assert "kept memory devices own dax:" in outcomes[0].message
     assert "this attempt wants host" in outcomes[0].message
     finish(job, 2, memory_devices=devices("dax:PATH/0"))
 
@@ -150,7 +150,7 @@ def test_stored_values_are_loaded_whole(job, devices, memories):
 @pytest.mark.parametrize("memories", MEMORIES)
 @pytest.mark.parametrize("victim", ["worker", pytest.param("workers", marks=pytest.mark.slow), "device"])
 def test_nothing_is_left_of_those_that_are_killed(job, devices, memories, victim):
-    """That nothing is: the fixture looks whether all extents are free, the job whether processes are gone."""
+    """The fixture checks that all extents are free; the job checks that the processes have ended."""
 
     def worker(me):
         with me.join(memory_devices=devices(memories)) as session:
@@ -180,7 +180,7 @@ def test_nothing_is_left_of_those_that_are_killed(job, devices, memories, victim
 
 
 def test_a_tensor_outlives_its_session(job, devices):
-    """As in the host's memory; until the worker lets go, nobody else gets the extent."""
+    """As in host memory; the extent stays reserved until the worker releases it."""
 
     def worker(me):
         session = me.join(memory_devices=devices("dax:PATH/0"))
@@ -230,7 +230,7 @@ def test_each_memory_has_to_hold_what_its_own_workers_need(job, devices):
         ("numa:9999", "there is no NUMA node 9999 on this machine"),
         ("dax:PATH/none", "No such file or directory; this machine has"),
         ("host,dax:/dev/null", "is a character device, but no DAX device"),
-        ("dax:PATH/0,dax:PATH/0", "which is for one alone; give all its workers to one memory device"),
+        ("dax:PATH/0,dax:PATH/0", "which only one can use; give all its workers to one memory device"),
     ],
 )
 def test_a_memory_that_is_not_there_is_told_to_every_worker(job, devices, memories, message):
@@ -260,7 +260,7 @@ def test_a_device_that_is_in_use_is_told_with_its_user(job, devices, monkeypatch
 
 @pytest.mark.skipif(NODE is None, reason="this kernel knows no NUMA nodes")
 def test_slots_parameters_and_control_words_are_bound_to_the_node(job):
-    """As the kernel says of the worker's own mappings."""
+    """According to the kernel's information about the worker's mappings."""
 
     def worker(me):
         with me.join(memory_devices=parse_memory_devices(f"numa:{NODE}")) as session:

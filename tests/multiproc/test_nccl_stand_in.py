@@ -1,6 +1,6 @@
-"""NCCL between processes, without GPUs: which library is found, and what ranks do that tests/gpu has run on GPUs.
+"""NCCL between processes, without GPUs: the search for the library, and the rank scripts of tests/gpu.
 
-By the stand-ins for CUDA's driver and NCCL (tests/native/cuda_stand_in.cpp, nccl_stand_in.cpp).
+Uses the stand-ins for CUDA's driver and NCCL (tests/native/cuda_stand_in.cpp, nccl_stand_in.cpp).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SHOW = "from coarse.kernels.nccl import *; print(describe(find_nccl()))"
 
 @pytest.fixture
 def stand_ins(cuda_stand_ins):
-    """The environment of a process for which CUDA and NCCL are stand-ins."""
+    """The environment of a process that uses the stand-ins for CUDA and NCCL."""
     return {"LD_LIBRARY_PATH": str(cuda_stand_ins), "STAND_IN_GPUS": "3"}
 
 
@@ -40,7 +40,7 @@ def printed_by(code, environment):
 
 
 def run_ranks(stand_ins, gpus, tasks, **environment):
-    """One process for each rank; what it printed, or the signal that it died of. A third process names them."""
+    """Runs a process for each rank; returns its output, or the signal that killed it. Another one makes the id."""
     code = (
         "from coarse.kernels._native import NcclLibrary; print(NcclLibrary('libnccl.so.2').unique_id().hex())"
     )

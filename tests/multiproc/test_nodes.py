@@ -1,4 +1,4 @@
-"""A job over several nodes: here, workers of one machine that COARSE_NODE tells apart, over loopback connections."""
+"""A job over several nodes: here, workers of one machine, which COARSE_NODE divides, over loopback connections."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SHAPES = [  # workers of each node, memory devices of each, sync cores
 
 
 def node_of(rank, shape):
-    """The name of a worker's node; `shape` is how many workers each has."""
+    """The name of a worker's node; `shape` is the number of workers of each node."""
     return next(f"n{node}" for node in range(len(shape)) if rank < sum(shape[: node + 1]))
 
 
@@ -83,11 +83,11 @@ def test_an_optimizer_keeps_the_same_bits_on_every_node(job, shape):
     assert len(set(job.run(sum(shape), worker))) == 1
 
 
-# ---- contributions that are not there, buffers that are not registered ----
+# ---- absent contributions, buffers that are not registered ----
 
 
 def test_parameters_that_are_updated_by_name_are_registered_on_nodes_of_several_sizes(job):
-    """As optimizers of Keras are."""
+    """As Keras optimizers do."""
     shape = (2, 1)
 
     def worker(me):
@@ -152,7 +152,7 @@ def test_models_that_differ_between_nodes_are_refused_on_every_worker(job):
             names = "ac" if me.rank >= 2 else "ab"
             with pytest.raises(SchemaMismatchError) as caught:
                 session.register("model", floats(names))
-            # A refusal is no loss: the session goes on.
+            # A refusal is not a lost process: the session continues.
             group = session.register("model", floats("ab"))
             group.push(0)
             assert group.pull(0) == 4
@@ -194,7 +194,7 @@ def test_workers_of_different_nodes_that_disagree_on_an_array_are_told(job):
 
 def test_memory_that_one_node_cannot_have_is_refused_on_all(job, monkeypatch):
     def worker(me):
-        if me.rank == 2:  # its memory devices inherit it
+        if me.rank == 2:  # its memory devices inherit the setting
             paths = [str(small_memory), *filter(None, [os.environ.get("PYTHONPATH")])]
             monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
         with me.join(node=node_of(me.rank, (2, 1))) as session:
@@ -219,14 +219,17 @@ def test_rings_across_nodes_are_refused(job):
 
     for outcome in job.outcomes(2, worker):
         assert outcome.error == "RendezvousError"
-        assert "'ring' works within one node, and this job has 2; set COARSE_ALGORITHM" in outcome.message
+        assert (
+            "'ring' works only within one node, but this job has 2 nodes; set COARSE_ALGORITHM"
+            in outcome.message
+        )
 
 
-# ---- losses ----
+# ---- lost processes ----
 
 
 def training(shape, **settings):
-    """A worker that synchronises until it fails; the test is told when everybody does."""
+    """A worker that synchronises until it fails; the test learns when all workers synchronise."""
 
     def worker(me):
         with me.join(node=node_of(me.rank, shape), **settings) as session:
@@ -335,7 +338,7 @@ def test_a_worker_that_leaves_while_other_nodes_go_on_is_told(job, use, shape):
 
 @pytest.mark.parametrize("shape", [(2, 2), pytest.param((1, 1, 1), marks=pytest.mark.slow)])
 def test_workers_may_leave_one_after_the_other(job, shape):
-    """A last step that is complete is not lost because somebody was faster."""
+    """A complete last step is not lost because another worker left earlier."""
     world_size = sum(shape)
 
     def worker(me):
@@ -354,7 +357,7 @@ def test_workers_may_leave_one_after_the_other(job, shape):
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_memory_device_that_ends_before_another_one_of_its_node_is_no_loss(job, first):
-    """Whoever leaves says goodbye to one after the other; nodes that go on must not be told of a death."""
+    """A leaving worker signs off from one device after the other; the other nodes must not report a death."""
 
     def worker(me):
         with me.join(node=f"n{me.rank}", memory_devices=2) as session:
@@ -428,7 +431,7 @@ def test_settings_that_one_node_refuses_end_the_start_on_the_others(job, refused
     told, own = job.outcomes(2, worker)
     assert told.error == "RendezvousError"
     assert told.message.startswith(f"worker 0: worker 1 gave up: {own.message}")
-    assert told.message.endswith("This follows from an error of worker 1, which says more.")
+    assert told.message.endswith("This follows from an error of worker 1; see that error.")
 
 
 def test_who_is_waited_for_is_told(job, monkeypatch):
@@ -443,7 +446,7 @@ def test_who_is_waited_for_is_told(job, monkeypatch):
 
     monkeypatch.setattr(node_links, "PROGRESS_INTERVAL_S", 0.1)
     workers = job.start(2, worker)
-    assert workers[0].hear().endswith("s: node 0 waits for node 1 (worker(s) 1) to say where it is")
+    assert workers[0].hear().endswith("s: node 0 waits for node 1 (worker(s) 1) to publish its address")
     workers[1].tell()
     assert [running.finish().details for running in workers] == ["", ""]
 
@@ -470,11 +473,11 @@ def test_a_worker_that_dies_before_its_node_is_linked_is_told_on_the_others(job,
 
 @pytest.mark.parametrize("place", ["roll call", "linking"])
 def test_the_end_of_a_whole_node_at_the_start_is_told_on_the_others(job, place, monkeypatch):
-    """Nobody is left there who could tell."""
+    """No process of that node is left to report it."""
 
     def worker(me):
         if place == "roll call" and me.rank == 2:
-            me.hear()  # never comes
+            me.hear()  # never arrives
         if place == "linking" and me.rank == 1:
             monkeypatch.setattr(join, "link_nodes", lambda *_, **__: me.hear())
         if me.rank == 0:
@@ -500,7 +503,7 @@ def test_the_end_of_a_whole_node_at_the_start_is_told_on_the_others(job, place, 
 
 
 def test_a_stranger_is_turned_away_and_the_others_are_served(job, monkeypatch):
-    """Whoever finds the port and cannot prove the secret gets nothing, and holds nobody up."""
+    """A client that cannot prove the secret is rejected and does not delay others."""
 
     def worker(me):
         def call_as_a_stranger(address, hello, secret):
@@ -513,8 +516,8 @@ def test_a_stranger_is_turned_away_and_the_others_are_served(job, monkeypatch):
                         while stranger.recv(100):
                             pass
                     stranger.close()
-                refused.append(stranger)  # the last one says nothing more, and stays
-            with pytest.raises(node_links._StrangerError, match="does not know the secret"):
+                refused.append(stranger)  # the last one sends nothing more and stays connected
+            with pytest.raises(node_links._StrangerError, match="does not have the secret"):
                 call(address, hello, bytes(32))
             strangers.extend(refused)
             return call(address, hello, secret)
@@ -533,16 +536,16 @@ def test_a_stranger_is_turned_away_and_the_others_are_served(job, monkeypatch):
     workers = job.start(2, worker)
     said = [workers[0].hear() for _ in range(3)]
     assert all(text.startswith("refused a connection from ('127.0.0.1', ") for text in said)
-    for reason in ("it speaks another protocol", "it does not know the secret of this job"):
+    for reason in ("it speaks another protocol", "it does not have the secret of this job"):
         assert sum(reason in text for text in said) == 1, said
     assert [running.finish().details for running in workers] == ["", ""]
 
 
 def _sockets_of(pid):
-    """The numbers of the sockets that a process has open."""
+    """Numbers of a process's open sockets."""
     targets = []
     for link in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # the descriptor by which they are listed
+        with contextlib.suppress(FileNotFoundError):  # the descriptor used for the listing itself
             targets.append(os.readlink(link))
     return {
         target.removeprefix("socket:[").rstrip("]") for target in targets if target.startswith("socket:[")
@@ -558,7 +561,7 @@ def test_no_device_listens_once_the_job_has_started(job):
 
     workers = job.start(2, worker)
     pids = [pid for running in workers for pid in (running.pid, *running.hear())]
-    # Workers are forked: what this process listens on for other tests is theirs, too.
+    # Workers are forks: they inherit this process's listening sockets of other tests.
     inodes = set().union(*map(_sockets_of, pids)) - _sockets_of(os.getpid())
     listening = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     assert not [line for line in listening if line[3] == "0A" and line[9] in inodes]
@@ -572,7 +575,7 @@ def test_no_device_listens_once_the_job_has_started(job):
 
 @contextlib.contextmanager
 def namespaces() -> Iterator[list[str]]:
-    """Two network namespaces, 10.77.0.1 and 10.77.0.2, joined by a cable."""
+    """Two network namespaces, 10.77.0.1 and 10.77.0.2, connected by a virtual cable."""
     if shutil.which("ip") is None:
         pytest.skip("`ip` is missing; install iproute2")
     names = [f"coarse-{os.getpid()}-{node}" for node in range(2)]
@@ -622,7 +625,7 @@ def test_a_machine_that_vanishes_while_data_is_under_way_is_lost(job):
 
 
 def test_a_node_that_is_stopped_for_long_while_data_is_under_way_goes_on(job):
-    """Longer than machines may leave questions unanswered; with more data than buffers of connections take."""
+    """Stopped for longer than the limit for unanswered requests, with more data than connection buffers hold."""
     silence_s = 12.0
 
     def worker(me):
@@ -649,7 +652,7 @@ def test_a_node_that_is_stopped_for_long_while_data_is_under_way_goes_on(job):
 
 
 def test_nodes_in_network_namespaces_of_their_own_find_each_other(job):
-    """Each node has a network of its own, and reaches the other over an interface that MASTER_ADDR leads to."""
+    """Each node has its own network, and reaches the other through the interface towards MASTER_ADDR."""
     with namespaces() as names:
 
         def worker(me):

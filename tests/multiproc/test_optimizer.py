@@ -1,4 +1,4 @@
-"""Groups with an optimizer: one copy of parameters and states, whoever runs the update, and what is refused."""
+"""Groups with an optimizer: one copy of parameters and states for all updaters, and rejected uses."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def write_settings(group, update_number, *, learning_rate=0.01):
 
 
 def descriptors(*labels):
-    """New ones of the memory that this process can still reserve, whatever becomes of its own."""
+    """New descriptors of the memory that this process can still reserve, valid after its own ones are closed."""
     found = {
         os.readlink(link): int(link.name) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()
     }
@@ -134,12 +134,12 @@ def test_tensors_that_share_a_slot_by_turns_keep_parameters_of_their_own(job):
             assert max(group.slot(index)[1] for index in range(4)) == 4 * 1000
             write_settings(group, 1)
             session.barrier()
-            for index in reversed(range(4)):  # every slot is free again before the next tensor comes
+            for index in reversed(range(4)):  # every slot is free again before the next tensor
                 array(group.buffer(index))[:] = (index + 1) * (-1 if index % 2 else 1)
                 group.push(index, update=UpdateKind.UPDATE)
                 group.pull(index)
             for index in range(4):
-                # Adam's first step is the gradient's sign, times what this test's settings make of it.
+                # Adam's first step is the gradient's sign, times a factor from this test's settings.
                 parameter = array(group.parameter(index))
                 assert (np.sign(parameter) == (1 if index % 2 else -1)).all()
                 assert len(set(parameter.tolist())) == 1
@@ -207,11 +207,11 @@ def test_memory_that_workers_reserve_is_not_taken_before(job):
 
 
 def test_what_workers_free_as_parameters_move_counts_as_available(job, monkeypatch):
-    """Of 4 MB of slots, 2 MB of parameters and 4 MB of states, 2 MB take the place of a worker's own."""
+    """Of 4 MB of slots, 2 MB of parameters and 4 MB of states, 2 MB replace a worker's own memory."""
 
     def worker(me):
         paths = [str(small_memory), *filter(None, [os.environ.get("PYTHONPATH")])]
-        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))  # of the memory devices
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))  # for the memory devices
         with me.join() as session:
             for moved_bytes in (0, 2_000_000):
                 memory = WorkerMemory(reserves=True, moved_bytes=moved_bytes if me.rank == 0 else 0)
@@ -328,7 +328,7 @@ def test_what_a_worker_writes_is_its_own_until_all_take_it_over(job):
             for index, expected in enumerate([*shared[:2], np.full(LENGTHS[2], 3, dtype=np.float32)]):
                 assert (array(group.parameter(index)) == expected).all()
             session.barrier()
-            take_steps(group, me.rank, steps=1)  # whose results no page of this worker's own hides
+            take_steps(group, me.rank, steps=1)  # no private page of this worker hides the results
             for index in range(len(LENGTHS)):
                 assert own.parameter(index) == group.parameter(index)
                 assert not (array(group.parameter(index)) == shared[index]).all()

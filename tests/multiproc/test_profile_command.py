@@ -1,4 +1,4 @@
-"""`coarse profile`: measures, keeps, shows without measuring, measures anew; one line for what cannot be."""
+"""`coarse profile`: measures, stores, shows without measuring, measures again; one-line errors."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_one_that_is_told_to_end_leaves_nothing(tmp_path, number):
 
 
 def test_a_result_may_go_to_a_device_or_through_a_link(tmp_path, capsys):
-    """These stay what they are, and the error of one that takes nothing names it."""
+    """Devices and links are not replaced, and the error for an unwritable one contains its name."""
     full = tmp_path / "full"
     try:
         os.mknod(full, 0o600 | stat.S_IFCHR, os.makedev(1, 7))
@@ -102,7 +102,7 @@ def test_a_damaged_result_is_measured_anew(cache, capsys):
     assert main(arguments) == 0
     captured = capsys.readouterr()
     assert "measuring anew" in captured.err
-    assert "cut off or no JSON" in captured.err
+    assert "cut off or not JSON" in captured.err
     assert json.loads(kept.read_text())["key"]["num_devices"] == 1
 
 
@@ -122,7 +122,7 @@ def test_pictures(tmp_path, capsys):
         (["--memory-devices", "65"], "--memory-devices 65"),
         (["--budget", "nan"], "--budget nan"),
         (["--partition-table", "no-such-table"], "no-such-table"),
-        (["--partition-table", "aws-p3", "--workers", "3"], "is for 4 workers, this job has 3"),
+        (["--partition-table", "aws-p3", "--workers", "3"], "is for 4 workers, but this job has 3"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(arguments, expected, capsys):

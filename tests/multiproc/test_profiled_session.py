@@ -1,4 +1,4 @@
-"""A session that starts with a profile: found, measured, damaged or foreign, and alike on every worker."""
+"""A session that starts with a profile: found, measured, damaged or foreign, and the same on every worker."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def key_here():
 
 
 def remote_profile():
-    """A profile by which each worker's large shards go to the other one's memory device."""
+    """A profile that routes each worker's large shards to the other worker's memory device."""
     key = key_here()
 
     def curve(path):
@@ -58,7 +58,7 @@ def remote_profile():
 
 
 def decide(**settings):
-    """A worker that reduces one tensor and tells what its session decided."""
+    """A worker that reduces one tensor and returns its session's decisions."""
     store = f"store{next(sessions)}"
 
     def worker(me):
@@ -94,9 +94,7 @@ def test_a_kept_profile_decides_the_routes(job):
     assert told[0].startswith("links: cached measured profile")
     assert "w0: md0 below" in told[2]
     assert "md1 from there on" in told[2]
-    assert decisions(job)[1].startswith(
-        "routes: local, because in the host's memory a shard stays where it is"
-    )
+    assert decisions(job)[1].startswith("routes: local, because shards in the host's memory are not moved")
     assert decisions(job, profile="off")[0] == "links: not profiled: COARSE_PROFILE=off"
     assert decisions(job, routing="local")[1] == "routes: local, because COARSE_ROUTING is"
 
@@ -125,9 +123,12 @@ def test_a_damaged_cache_stops_nobody(job):
 @pytest.mark.parametrize(
     ("spoil", "expected"),
     [
-        (lambda text: text[:500], "cut off or no JSON"),
-        (lambda text: text.replace('"host": "', '"host": "x'), "it is of host"),
-        (lambda text: text.replace('"num_devices": 2', '"num_devices": 3'), "there is no curve of it"),
+        (lambda text: text[:500], "cut off or not JSON"),
+        (lambda text: text.replace('"host": "', '"host": "x'), "it was made for host"),
+        (
+            lambda text: text.replace('"num_devices": 2', '"num_devices": 3'),
+            "the profile has no curve of this path",
+        ),
     ],
 )
 def test_a_file_that_does_not_fit_is_refused_on_every_worker(job, tmp_path, spoil, expected):
@@ -177,7 +178,7 @@ def test_a_session_of_one_worker_has_nothing_to_decide(job):
 
 
 def test_finding_a_kept_profile_is_fast(job):
-    """Under 50 ms; what it costs is waited for in parallel with the start of the memory devices."""
+    """Under 50 ms, in parallel with the start of the memory devices."""
     from coarse.profiler.start import find_profile
     from coarse.settings import Settings
 

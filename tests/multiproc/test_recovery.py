@@ -1,4 +1,4 @@
-"""Workers that crash leave parameters and states to the next attempt: those of one step, bit for bit."""
+"""Workers that crash leave parameters and states of one step, bitwise exact, to the next attempt."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from coarse.wire.socket_directory import socket_path
 
 @pytest.fixture(scope="module")
 def undisturbed():
-    """The digest of a run without a crash."""
+    """Digest of a run without a crash."""
     from harness import job_of_test
 
     with job_of_test() as job:
@@ -30,7 +30,7 @@ def undisturbed():
 
 
 def crash(job, attempt, reach, *, num_workers=WORKERS, **settings):
-    """Runs an attempt that a worker does not survive; returns how each of them ended."""
+    """Runs an attempt in which a worker dies; returns how each worker ended."""
     outcomes = job.outcomes(
         num_workers, lambda me: train(me, attempt, lambda *at: reach(me, *at), **settings)
     )
@@ -69,7 +69,7 @@ def test_a_step_that_no_worker_of_some_has_begun_is_taken_again(job, undisturbed
 def test_a_step_that_memory_devices_have_begun_is_finished_by_them(
     job, undisturbed, rank, count, memory_devices
 ):
-    """The other worker has pushed everything; of this one, tensors below `count` have been updated when it dies."""
+    """The other worker has pushed everything; this worker dies after the updates of its tensors below `count`."""
 
     def reach(me, group, step, place):
         if (me.rank, step, place) == (rank, 4, f"step.push {count}"):
@@ -106,7 +106,7 @@ def test_a_crash_in_the_first_step_starts_from_scratch(job, undisturbed):
 
 
 def test_crashes_one_after_the_other_change_no_bit(job, undisturbed):
-    """Also one before the new workers have registered, and one before they have taken a step."""
+    """Including a crash before the new workers have registered, and one before their first step."""
     crash(job, 0, dies_at(1, 3, "backward.push 1"))
     crash(job, 1, dies_at(0, 3, "step.push 0"))
 
@@ -123,7 +123,7 @@ def test_crashes_one_after_the_other_change_no_bit(job, undisturbed):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_workers_that_die_whenever_change_no_bit(job, undisturbed, seed):
-    """Killed from outside, at no particular place."""
+    """Killed from outside, at random places."""
     chance = random.Random(seed)
     reached = []
     for attempt in range(3):
@@ -149,7 +149,7 @@ def _tells_steps(me):
     return reach
 
 
-# ---- errors that are no crash of a process ----
+# ---- errors without a crash ----
 
 
 def test_a_worker_that_raises_leaves_its_step_to_the_next_attempt(job, undisturbed):
@@ -180,7 +180,7 @@ def test_values_that_workers_have_stored_are_there_again(job):
     assert job.run(WORKERS, load) == [["000000", "010101"]] * WORKERS
 
 
-# ---- what is refused, and what ends ----
+# ---- refusals and ends ----
 
 
 def test_another_model_is_refused_with_the_first_difference(job):
@@ -205,7 +205,7 @@ def test_another_optimizer_is_refused(job):
 
 
 def test_workers_that_leave_after_a_refusal_end_the_job(job):
-    """Also where one leaves before a memory device has heard what the other asked for: nothing is kept then."""
+    """Also if one leaves before a memory device has received the other's request: then nothing is kept."""
 
     def asks_for_another_length(me):
         with join(me, memory_devices=2) as session:
@@ -227,7 +227,8 @@ def test_workers_that_leave_after_a_refusal_end_the_job(job):
 def test_another_number_of_workers_is_refused(job):
     def joins(me):
         with pytest.raises(
-            Exception, match=r"kept serve the workers \(\(0,\), \(1,\)\).*\(\(0,\), \(1,\), \(2,\)\)"
+            Exception,
+            match=r"kept memory devices serve the workers \(\(0,\), \(1,\)\).*\(\(0,\), \(1,\), \(2,\)\)",
         ):
             join(me, 1)
 
@@ -244,7 +245,7 @@ def test_several_nodes_are_refused(job):
 
 
 def device_pids(job, attempt=0, **settings):
-    """Crashes an attempt; returns the memory devices that it has left waiting."""
+    """Crashes an attempt; returns its waiting memory devices."""
     crash(job, attempt, dies_at(1, 3, "step.prepare"), **settings)
     return job.device_pids()
 
@@ -272,7 +273,7 @@ def test_a_new_run_of_the_job_starts_anew_and_ends_those_that_wait(job, undistur
 
 
 def test_all_that_wait_are_ended_before_a_new_run_starts(job, undisturbed, monkeypatch):
-    """Also where the first one is gone before the second one has been told."""
+    """Also if the first device has ended before the second one receives the request."""
     pids = device_pids(job)
 
     def path_after_a_while(directory, device):
@@ -323,7 +324,7 @@ def test_those_that_are_told_to_end_wait_for_no_other_attempt(job):
 
 
 def test_nothing_is_kept_of_a_memory_device_that_was_lost(job, undisturbed):
-    """The other one ends too, and the next attempt starts anew."""
+    """The other device ends too, and the next attempt starts from the beginning."""
     pids = device_pids(job)
     job.kill_device(pids[0])
     for pid in pids:
@@ -350,7 +351,7 @@ def test_a_memory_device_that_is_lost_while_training_ends_the_others(job):
 
 
 def test_attempts_leave_no_descriptors_behind(job):
-    """Whatever an attempt opens in a memory device is closed when the next one runs."""
+    """All descriptors that an attempt opens in a memory device are closed when the next attempt runs."""
 
     def counts(me, attempt):
         with join(me, attempt) as session:

@@ -1,4 +1,4 @@
-"""Planning anew while a job trains: dual synchronisation after the first steps, routes as links change."""
+"""Replanning while a job trains: dual synchronisation after the first steps, routes when links change."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ REMOTE_OF_W0 = "gpu 0 = gpu 3"
 
 
 def train(session, steps, *, layers=LAYERS, compute_s=0.0, after_step=None):
-    """Pushes the layers from the last to the first, as a backward pass does; returns a digest of all results."""
+    """Pushes the layers from last to first, as a backward pass does; returns a digest of all results."""
     noise = np.random.default_rng(session.identity.rank)
     group = session.register("gradients", layers)
     digest = hashlib.sha256()
@@ -69,7 +69,7 @@ def test_the_last_shards_go_by_the_workers_own_path(job, dual_sync, num_offloade
     outcomes = job.run(2, worker)
     assert len({digest for digest, _, _ in outcomes}) == 1
     for _, num_transfers, decided in outcomes:
-        # A shard goes around in two iterations, in which each of two workers sends.
+        # A shard circulates in two iterations; both workers send in each.
         shards = 12 - num_offloaded
         assert num_transfers == 2 * shards * 2 * 2
         assert len(decided) == (dual_sync != "off")
@@ -109,7 +109,7 @@ def test_the_way_on_the_own_path_changes_transfers_and_no_bit(job, own_path, num
     for _, transfers, decided in asked:
         assert (
             transfers == 6 * 2 * num_transfers
-        )  # two shards of each of six layers, in the one step after learning
+        )  # two shards of each of six layers, in the single step after learning
         assert decided == [f"the workers' own path: 12 by {own_path}"]
 
 
@@ -117,7 +117,7 @@ def test_where_offloading_does_not_pay_the_workers_do_it_all(job):
     """COARSE paper, sections V-C and V-E: T4."""
 
     def worker(me):
-        # About as long a backward pass for the bytes as BERT-large has on a T4: 0.16 ms for 1 MB.
+        # Backward time per byte as for BERT-large on a T4: 0.16 ms for 1 MB.
         settings = {**P3, "machine": "aws-g4dn", "memory_devices": 4, "time_dilation": 1000.0}
         settings["shard_bytes"] = 256 * KIB  # whole layers
         with me.join(replan_steps=0, **settings) as session:
@@ -166,7 +166,7 @@ def test_a_link_that_degrades_in_mid_training_is_left_and_taken_again(job):
 
 
 def test_real_traffic_alone_shows_that_its_link_degrades(job):
-    """No probe goes over the route in use after the first look."""
+    """No probe uses the active route after the first measurement."""
     every = 3
     degraded_after = LEARNED + every
     in_use = PathId(kind=BOTH, source=0, target=1)
@@ -200,7 +200,7 @@ def test_real_traffic_alone_shows_that_its_link_degrades(job):
             assert [line.split(" instead")[0] for line in moves] == [
                 f"step {degraded_after + every}: w0 goes to md0"
             ]
-            assert "times of traffic" in moves[0]
+            assert "times from traffic" in moves[0]
 
     best_of(check)
 
@@ -253,7 +253,7 @@ def test_links_that_stay_as_they_are_leave_routes_alone(job):
 
 
 def test_times_that_contradict_each_other_change_nothing(job, monkeypatch):
-    """As they may where the machine was busy with something else."""
+    """As can happen on a busy machine."""
     looks = []
 
     def contradict(profile, times):

@@ -1,4 +1,4 @@
-"""What a memory device has, its neighbour has too: whichever is lost, training goes on without files, bit for bit."""
+"""Replicas: if any memory device is lost, training continues bitwise equal from its neighbour, without files."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ REPLICATED = {"replicas": 1}
 
 @pytest.fixture(scope="module")
 def undisturbed():
-    """The digest of a run without replicas, in which nothing is lost."""
+    """Digest of a run without replicas and without lost devices."""
     with job_of_test() as job:
         return job.run(WORKERS, lambda me: train(me, 0))[0][2]
 
 
 def kept_devices():
-    """Of the session that is under way; in a worker."""
+    """The persistent devices of the running session; called in a worker."""
     return PersistentDevices.read(find_session_directory("test", "session"))
 
 
 def kills(device, rank, step, place):
-    """Worker `rank` kills a memory device when it comes there, and waits for what becomes of it."""
+    """Worker `rank` kills a memory device at that place, and waits for the consequences."""
 
     def reach(me, group, now, here):
         if (me.rank, now, here) == (rank, step, place):
             os.kill(kept_devices().pids[device], signal.SIGKILL)
-            me.session.barrier()  # to which the other one never comes
+            me.session.barrier()  # the other worker never reaches it
 
     return reach
 
@@ -74,7 +74,7 @@ def test_training_goes_on_without_any_one_device(job, undisturbed, num_devices, 
 
 
 def test_losses_one_after_the_other_change_no_bit(job, undisturbed):
-    """Of a device, of the one that kept what it had, of a worker, and of the first device's successor."""
+    """Loses a device, its keeper, a worker, and the first device's successor."""
     lose(job, 0, kills(0, 0, 2, "step.push 1"))
     lose(job, 1, kills(1, 1, 3, "step.push 3"))
 
@@ -100,7 +100,7 @@ def test_a_device_that_stands_still_is_lost(job, undisturbed):
 
 @pytest.mark.parametrize("seed", range(2))
 def test_devices_that_are_lost_whenever_change_no_bit(job, undisturbed, seed):
-    """Killed from outside, at no particular place."""
+    """Killed from outside, at random places."""
     chance = random.Random(seed)
     for attempt in range(2):
         workers = job.start(
@@ -117,7 +117,7 @@ def test_devices_that_are_lost_whenever_change_no_bit(job, undisturbed, seed):
 
 
 def _tells_and_waits(me):
-    """Tells of the first step in this attempt, and waits in the last one until something was lost."""
+    """Reports the first step of this attempt, and waits in the last step until a device is lost."""
     steps = []
 
     def reach(group, step, place):
@@ -133,7 +133,7 @@ def _tells_and_waits(me):
 
 
 def test_a_device_that_is_lost_while_it_waits_comes_back(job, undisturbed):
-    """Nobody trains, and the one that is lost has what nobody else has but its neighbour."""
+    """No worker trains, and only the neighbour has a copy of the lost device's contents."""
 
     def dies(me, group, now, here):
         if (me.rank, now, here) == (1, 4, "step.prepare"):
@@ -146,7 +146,7 @@ def test_a_device_that_is_lost_while_it_waits_comes_back(job, undisturbed):
 
 
 def _meet_until_lost(session, rank, device):
-    """Worker 0 kills the device when all have met; another one may hear of it before it has left that barrier."""
+    """Worker 0 kills the device after a barrier; another worker may learn of it before it has left that barrier."""
     session.barrier()
     if rank == 0:
         os.kill(kept_devices().pids[device], signal.SIGKILL)
@@ -155,7 +155,7 @@ def _meet_until_lost(session, rank, device):
 
 
 def test_values_that_workers_have_stored_outlive_their_device(job):
-    names = [f"value {number}" for number in range(6)]  # some belong to either device
+    names = [f"value {number}" for number in range(6)]  # each device has some of them
 
     def store(me):
         with join(me, 0, **REPLICATED) as session:
@@ -163,7 +163,7 @@ def test_values_that_workers_have_stored_outlive_their_device(job):
             for number, name in enumerate(names):
                 if number % WORKERS == me.rank:
                     session.store(name, np.full(3, number, dtype=np.uint8))
-            with pytest.raises(MemoryDeviceLostError, match="with its neighbour too"):
+            with pytest.raises(MemoryDeviceLostError, match="Its neighbour has a copy"):
                 _meet_until_lost(session, me.rank, 1)
             raise ValueError("to be started again")
 
@@ -179,7 +179,7 @@ def test_values_that_workers_have_stored_outlive_their_device(job):
             raise ValueError(found)
 
     assert {outcome.error for outcome in job.outcomes(WORKERS, store)} == {"ValueError"}
-    # What the first loss has left is whole again before the second one.
+    # The replicas are complete again before the second device is lost.
     for outcome in job.outcomes(WORKERS, lambda me: load(me, 1, 0)):
         assert (outcome.error, outcome.message) == ("ValueError", str(list(range(6)))), outcome
     assert job.run(WORKERS, lambda me: load(me, 2, None)) == [list(range(6))] * WORKERS
@@ -195,23 +195,23 @@ def test_both_devices_lost_is_a_new_start(job, undisturbed):
     assert finish(job, 1, **REPLICATED) == (0, None, undisturbed)
 
 
-# ---- what is refused ----
+# ---- refusals ----
 
 
 def refusal(job, **settings):
-    """What the worker is told that would start the memory devices."""
+    """The error of the worker that would start the memory devices."""
 
     def joins(me):
         join(me, 0, **REPLICATED, **settings)
 
     outcome, other = job.outcomes(WORKERS, joins)
     assert outcome.error == "ValueError"
-    assert other.error  # the other one, or that this one has gone
+    assert other.error  # the same error, or that the first worker has left
     return outcome.message
 
 
 def test_a_single_device_has_no_neighbour(job):
-    assert "there is one device only" in refusal(job, memory_devices=1)
+    assert "there is only one; start two or more" in refusal(job, memory_devices=1)
 
 
 def test_gradients_in_one_memory_could_be_lost_with_it(job):

@@ -1,4 +1,4 @@
-"""`coarse run`: one failure ends all workers, and its cause is what the user reads last."""
+"""`coarse run`: one failure ends all workers, and its cause is the last line for the user."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def fifo(tmp_path):
 
 
 def last_words(stderr: str) -> list[str]:
-    """Returns what the launcher itself said at the end: the unmarked lines."""
+    """Returns the launcher's own last output: the unmarked lines."""
     lines = stderr.splitlines()
     return [line for line in lines if not line.startswith(("[w", "coarse run: OMP"))]
 
@@ -87,7 +87,7 @@ def test_the_worker_that_reported_its_error_first_is_the_cause_though_it_ends_la
         "fifo = os.path.join(os.path.dirname(__file__), 'reported')\n"
         "if rank == 1:\n"
         "    open(fifo).read()\n"
-        "    raise OSError('worker 0 does not answer')\n"  # nothing says that it follows
+        "    raise OSError('worker 0 does not answer')\n"  # the text does not show that it is a consequence
         "def report(*error):\n"
         "    sys.__excepthook__(*error)\n"
         "    open(fifo, 'w').close()\n"
@@ -106,7 +106,7 @@ def test_a_worker_that_has_reported_its_error_may_finish(script):
         "import atexit, select\n"
         "from coarse.errors import WorkerLostError\n"
         "if rank == 0: raise WorkerLostError('worker 1 left')\n"
-        "def tear_down(): select.select([], [], [], 1.5)\n"  # longer than a silent worker would get
+        "def tear_down(): select.select([], [], [], 1.5)\n"  # longer than the limit for a silent worker
         "atexit.register(tear_down)\n"
         "raise ValueError('boom')\n"
     )
@@ -143,7 +143,7 @@ sys.exit(main(sys.argv[1:]))
 
 
 def impatient_run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """As coarse_run(), with a launcher that soon kills workers which do not stop."""
+    """Like coarse_run(), but the launcher soon kills workers that do not stop."""
     command = [sys.executable, "-c", IMPATIENT, "run", *map(str, arguments)]
     return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=LIMIT_S)
 
@@ -169,12 +169,12 @@ def test_what_workers_left_behind_cannot_hold_up_the_end(script):
         "print('done')\n"
     )
     with spawned("-n", "2", path, stdout=PIPE) as process:
-        stdout, _ = process.communicate(timeout=LIMIT_S)  # ends only when nobody holds the pipe
+        stdout, _ = process.communicate(timeout=LIMIT_S)  # returns only after all processes have closed the pipe
     assert process.returncode == 0
     assert sorted(stdout.splitlines()) == [b"[w0] done", b"[w1] done"]
 
 
-# ---- starting again ----
+# ---- restarts ----
 
 
 def test_all_workers_are_started_again_and_know_it(script):

@@ -1,4 +1,4 @@
-"""`coarse run`: workers get their identity; everything they print arrives, marked, on the right stream."""
+"""`coarse run`: workers get their identity; all their output arrives, marked, on the right stream."""
 
 from __future__ import annotations
 

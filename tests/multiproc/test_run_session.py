@@ -1,4 +1,4 @@
-"""`coarse run` and `coarse doctor` with real sessions: faults are named, memory devices go with the job."""
+"""`coarse run` and `coarse doctor` with real sessions: faults are named, memory devices end with the job."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ def test_a_worker_that_is_killed_is_the_one_that_is_named(train):
     said = [line for line in done.stderr.splitlines() if not line.startswith(("[w", "coarse run: OMP"))]
     assert done.returncode == 137, done.stderr
     named = r"worker 1 \(pid \d+\) was killed by SIGKILL(; worker\(s\) 0 failed because of that)?"
-    assert re.fullmatch(named, said[0])  # the other may be ended before it says so
+    assert re.fullmatch(named, said[0])  # the other worker may be ended before it reports
     assert "WorkerLostError" in done.stderr
 
 
 def test_two_launchers_start_two_nodes_of_one_job(train):
-    """The store in a directory stands for one that all nodes reach; loopback for the network between them."""
+    """A store in a directory stands for a shared one, and loopback for the network between the nodes."""
     nodes = ("--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", "1")
     with contextlib.ExitStack() as stack:
         launchers = [
@@ -98,7 +98,7 @@ def test_the_probe_of_doctor_measures_a_sync():
 
 def test_the_probe_of_doctor_tells_why_it_failed(monkeypatch):
     monkeypatch.setenv("COARSE_ALGORITHM", "magic")
-    with pytest.raises(sync_probe.SyncProbeError, match="COARSE_ALGORITHM='magic' is none of"):
+    with pytest.raises(sync_probe.SyncProbeError, match="COARSE_ALGORITHM='magic' must be one of"):
         sync_probe.probe_sync(limit_s=LIMIT_S)
 
 
@@ -117,7 +117,7 @@ def test_a_machine_that_is_unknown_starts_nothing(train):
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="needs PYTHONSAFEPATH")
 def test_files_of_the_current_folder_are_not_imported(train, tmp_path):
-    """Neither by memory devices nor by the workers that `coarse doctor` starts."""
+    """This holds for memory devices and for the workers that `coarse doctor` starts."""
     here = tmp_path / "here"
     for module in ("coarse/__init__.py", "inspect.py", "numpy.py"):
         (here / module).parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""`coarse run`: whoever is told to stop or is killed, nothing of the job outlives it."""
+"""`coarse run`: if any process is stopped or killed, no part of the job outlives it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from run_harness import LIMIT_S, all_end_within, read_pidfds, spawned
 
 GONE_WITHIN_S = 20.0
-GONE_AT_ONCE_S = 15.0  # long before the default of --shutdown-timeout is over
+GONE_AT_ONCE_S = 15.0  # much shorter than the default of --shutdown-timeout
 
 FAMILY = """\
 import os, signal, sys
@@ -40,7 +40,7 @@ NUM_PROCESSES = 5
 
 @pytest.fixture
 def family(tmp_path):
-    """Returns the arguments of a job whose workers, and their children in sessions of their own, wait."""
+    """Returns the arguments of a job whose workers wait, with waiting children in their own sessions."""
     path = tmp_path / "family.py"
     path.write_text(FAMILY)
     return ("-n", "2", path)
@@ -73,7 +73,7 @@ def test_nothing_outlives_a_supervisor_that_is_killed(family):
         assert all_end_within(GONE_WITHIN_S, pidfds) == []
         stderr = launcher.communicate(timeout=LIMIT_S)[1].decode()
     assert launcher.returncode == 137
-    assert "was killed by SIGKILL, as the kernel does where memory runs out; the job is ended" in stderr
+    assert "was killed by SIGKILL, as the kernel does when memory runs out; the job ends" in stderr
 
 
 def test_a_signal_ends_everything_although_nobody_reads_the_output(tmp_path):
@@ -84,12 +84,12 @@ def test_a_signal_ends_everything_although_nobody_reads_the_output(tmp_path):
         wait_until_full(launcher.stdout.fileno())
         launcher.terminate()
         assert all_end_within(GONE_WITHIN_S, pidfds) == []
-        by_itself, by_its_front = 143, 137  # whether the supervisor could still write what it had read
+        by_itself, by_its_front = 143, 137  # depends on whether the supervisor could still write its input
         assert launcher.wait(timeout=LIMIT_S) in (by_itself, by_its_front)
 
 
 def wait_until_full(pipe: int) -> None:
-    """Waits until the writer of a pipe of 64 KiB has to wait for its reader."""
+    """Waits until the writer of a 64 KiB pipe blocks."""
     while struct.unpack("i", fcntl.ioctl(pipe, termios.FIONREAD, b"\0" * 4))[0] < 60_000:
         select.select([], [], [], 0.001)
 
@@ -107,7 +107,7 @@ def test_a_worker_that_is_told_to_stop_may_save_first(tmp_path):
     path.write_text(
         "import os, signal, sys, time\n"
         "def save(*_):\n"
-        "    time.sleep(3)\n"  # longer than workers get whose launcher was killed
+        "    time.sleep(3)\n"  # longer than the limit for workers after their launcher was killed
         "    print('saved')\n"
         "    sys.exit(0)\n"
         "signal.signal(signal.SIGTERM, save)\n"
@@ -123,7 +123,7 @@ def test_a_worker_that_is_told_to_stop_may_save_first(tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
 def test_a_signal_that_means_something_to_workers_reaches_them_all(tmp_path, number):
-    """As batch systems send them before the time is over; the job goes on."""
+    """As batch systems send it before the time limit; the job continues."""
     script = tmp_path / "notified.py"
     script.write_text(
         "import os, signal\n"
@@ -151,14 +151,14 @@ def test_ctrl_c_reaches_each_worker_once(tmp_path):
     )
     with spawned("-n", "2", path, stdout=PIPE, stderr=PIPE) as launcher:
         read_pidfds(launcher.stdout, 2)
-        os.killpg(launcher.pid, signal.SIGINT)  # what a terminal does
+        os.killpg(launcher.pid, signal.SIGINT)  # as a terminal does
         stdout, _ = launcher.communicate(timeout=LIMIT_S)
     assert sorted(stdout.splitlines()) == [b"[w0] interrupted", b"[w1] interrupted"]
     assert launcher.returncode == 130
 
 
 def state_of(pidfd: int) -> str:
-    """What proc(5) says of a process: T if it is stopped."""
+    """State of a process as in proc(5): T if stopped."""
     about = Path(f"/proc/self/fdinfo/{pidfd}").read_text()
     pid = int(next(line.split()[1] for line in about.splitlines() if line.startswith("Pid:")))
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -171,7 +171,7 @@ def stop_at_the_terminal(launcher, pidfds):
 
 
 def wait_for_states(pidfds, are_as_wanted):
-    """A process that is told to stop does so when it gets a processor next."""
+    """Waits for the states: a process stops only when it is scheduled next."""
     deadline_s = time.monotonic() + LIMIT_S
     while not are_as_wanted({name: state_of(pidfd) for name, pidfd in pidfds.items()}):
         assert time.monotonic() < deadline_s

@@ -1,4 +1,4 @@
-"""No byte from outside crashes or overruns a memory device: whoever sends it is dropped, others are served."""
+"""No input from outside crashes or overruns a memory device: its sender is disconnected, others are served."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def hello(token, client):
 
 @pytest.fixture
 def device_socket(job):
-    """The path of a memory device's socket while workers still join, and the token; then they go on."""
+    """Path of a memory device's socket, and the token, while workers join; afterwards the workers continue."""
     workers = [job.start_worker(rank, 2, joining({0: "set devices/0"}, memory_devices=1)) for rank in (0, 1)]
     assert workers[0].hear() == "set devices/0"
     (directory,) = job.temporary.iterdir()
@@ -131,14 +131,14 @@ def test_descriptors_of_strangers_are_closed(job, device_socket):
             total = 100 if payload == b"{" else None
             stranger.sendmsg([frame(payload, num_fds=200, total=total)], ancillary)
             if total:
-                # Again, although descriptors come with the first fragment only.
+                # Sent again, although only the first fragment may have descriptors.
                 stranger.sendmsg([frame(payload, num_fds=200, total=total, offset=1)], ancillary)
             assert is_dropped(stranger)
     assert open_descriptors(pid) == before
 
 
 def test_strangers_who_flood_a_device_with_descriptors_end_nothing(device_socket):
-    """The device's own limit of open files is a thousand: a hundred messages of 200 would be more."""
+    """The device's limit of open files is a thousand: a hundred messages of 200 would exceed it."""
     path, _ = device_socket
     with open("/dev/null") as null:
         attached = array.array("i", [null.fileno()] * 200)
@@ -146,7 +146,9 @@ def test_strangers_who_flood_a_device_with_descriptors_end_nothing(device_socket
         with contextlib.ExitStack() as stack:
             strangers = [stack.enter_context(connect(path)) for _ in range(101)]
             for stranger in strangers:
-                with contextlib.suppress(ConnectionResetError, BrokenPipeError):  # the first ones are dropped
+                with contextlib.suppress(
+                    ConnectionResetError, BrokenPipeError
+                ):  # the first connections are dropped
                     stranger.sendmsg([frame(b"{", num_fds=200, total=100)], ancillary)
             assert all(map(is_dropped, strangers))
 
@@ -155,7 +157,7 @@ def test_of_many_who_say_nothing_the_first_are_dropped_and_those_who_say_much(de
     path, _ = device_socket
     with contextlib.ExitStack() as stack:
         silent = [stack.enter_context(connect(path)) for _ in range(70)]
-        assert all(map(is_dropped, silent[:6]))  # 64 may wait
+        assert all(map(is_dropped, silent[:6]))  # at most 64 may wait
         talker = stack.enter_context(connect(path))
         talker.send(frame(b" " * 1000, total=(64 << 10) + 1))
         assert is_dropped(talker)
@@ -204,22 +206,22 @@ def test_another_user_is_refused(device_socket):
         try:
             os.setuid(65534)
             with connect(path) as stranger:
-                # It may be refused before it has said anything.
+                # It may be refused before it has sent anything.
                 with contextlib.suppress(BrokenPipeError):
                     stranger.send(hello(token, 0))
                 code = 0 if is_dropped(stranger) else 1
         finally:
             os._exit(code)
     assert os.waitpid(child, 0) == (child, 0), "and if it does not, the device does"
-    path.parent.chmod(0o700)  # or the workers refuse it
+    path.parent.chmod(0o700)  # otherwise the workers refuse it
 
 
-# ---- who serves a worker ----
+# ---- the server's user ----
 
 
 @contextlib.contextmanager
 def another_user(prepare):
-    """A process of another user that listens on the socket which `prepare` returns; `prepare` runs as this user."""
+    """A process of another user that listens on the socket from `prepare`; `prepare` runs as this user."""
     listener = prepare()
     ready, at_work = os.pipe()
     child = os.fork()
@@ -227,7 +229,7 @@ def another_user(prepare):
         try:
             os.setgid(NOBODY)
             os.setuid(NOBODY)
-            listener.listen()  # from now on its peers see that user
+            listener.listen()  # from now on its peers get that user's id
             os.write(at_work, b"1")
             signal.pause()
         finally:
@@ -250,7 +252,7 @@ def bound_to(path):
 
 
 def announce(job, directory):
-    """Starts two workers, and has the second one find memory devices in `directory`; returns how they end."""
+    """Starts two workers; the second one finds memory devices in `directory`. Returns how they end."""
     workers = [job.start_worker(rank, 2, joining({1: "get devices/0"}, memory_devices=1)) for rank in (0, 1)]
     assert workers[1].hear() == "get devices/0"
     store = DirectoryStore(job.directory / "store")
@@ -262,7 +264,7 @@ def announce(job, directory):
 
 @needs_root
 def test_a_directory_of_another_user_in_the_store_is_refused(job):
-    """Somebody writes `devices/0`, and serves a memory device in a directory of his own."""
+    """Another user writes `devices/0` and serves a memory device in their own directory."""
     theirs = job.directory / "theirs"
     theirs.mkdir(mode=0o700)
     with another_user(lambda: bound_to(theirs / "md0.sock")):
@@ -277,14 +279,14 @@ def test_a_directory_of_another_user_in_the_store_is_refused(job):
 
 @needs_root
 def test_a_socket_that_another_user_serves_is_refused(job):
-    """Even in a directory of this user."""
+    """Even if the directory belongs to this user."""
     own = job.directory / "own"
     own.mkdir(mode=0o700)
     (own / "token").write_text("0" * 64)
     with another_user(lambda: bound_to(own / "md0.sock")) as stranger:
         _, second = announce(job, own)
     assert second.error == "RendezvousError", second
-    assert f"process {stranger} of user {NOBODY} listens there, not one of user 0" in second.message
+    assert f"process {stranger} of user {NOBODY} listens there, not a process of user 0" in second.message
 
 
 @pytest.mark.parametrize("kind", ["open to others", "a link", "a file"])
@@ -304,7 +306,7 @@ def test_memory_devices_are_looked_for_in_private_directories_only(job, kind):
     assert reason in second.message
 
 
-# ---- a worker that has been let in ----
+# ---- an accepted worker ----
 
 MISBEHAVIOURS = {
     "an unknown message": {"type": "format"},
@@ -353,7 +355,7 @@ def test_a_worker_that_breaks_the_protocol_is_evicted_and_named(job, message):
             session.barrier()
             if me.rank == 1:
                 session._client._connections[0].send(message)
-            # Data may be faster than control messages.
+            # Data may arrive before control messages.
             while True:
                 session.barrier()
 
@@ -397,7 +399,7 @@ CELLS_OFFSET = QUEUE_OFFSET + 64
 
 
 def client_segment():
-    """The shared memory through which this worker talks to the memory devices, found as an attacker would."""
+    """The memory that this worker shares with the memory devices, found as an attacker would find it."""
     with open("/proc/self/maps") as maps:
         line = next(line for line in maps if "memfd:coarse-client" in line)
     start, end = (int(address, 16) for address in line.split()[0].split("-"))
@@ -442,7 +444,7 @@ def test_a_corrupt_descriptor_evicts_who_wrote_it(job, descriptor, reason):
             assert (group.id, staging.id) == (0, 1)
             if me.rank == 0:
                 write_descriptor(1, **descriptor)
-                session.barrier()  # whose descriptor is at position 0: the device reads on
+                session.barrier()  # its descriptor is at position 0: the device continues to read
             group.push(0)
             group.pull(0)
 
@@ -468,7 +470,7 @@ def test_a_worker_that_scribbles_over_its_queues_harms_only_the_session(job, see
                 me.tell()
                 noise = random.Random(seed)
                 segment = client_segment()
-                # The inbox stays: it is this worker's own sleep. Every cell says that it is committed.
+                # Spares the inbox, on which this worker sleeps. Marks every cell as committed.
                 scribbles = bytearray(noise.randbytes(len(segment) - QUEUE_OFFSET))
                 for position in range(NUM_CELLS):
                     end = CELLS_OFFSET - QUEUE_OFFSET + (position + 1) * DESCRIPTOR.size
@@ -487,7 +489,7 @@ def test_a_worker_that_scribbles_over_its_queues_harms_only_the_session(job, see
 
 
 def test_workers_cannot_write_what_memory_devices_share_with_them(job):
-    """A worker's memory of a group: its own slots, and the devices' notes read-only."""
+    """A worker's memory of a group: its own slots, and the devices' data read-only."""
 
     def worker(me):
         with me.join() as session:

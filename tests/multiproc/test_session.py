@@ -1,4 +1,4 @@
-"""A session's life: joining, using it wrongly, closing it, forking it, and leaving nothing behind."""
+"""A session's life cycle: join, wrong use, close, fork; nothing is left behind."""
 
 from __future__ import annotations
 
@@ -70,14 +70,14 @@ def test_a_closed_group_is_told_from_a_closed_session(job):
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_wrong_calls_are_refused_and_change_nothing(job, world_size):
-    """Alike in a job of one worker, which has no memory devices."""
+    """Also in a job of one worker, which has no memory devices."""
 
     def worker(me):
         frozen = np.ones(3)
         frozen.flags.writeable = False
         with me.join() as session:
             for wrong, match in (
-                (lambda: session.register("none", []), "none: there is no tensor to register"),
+                (lambda: session.register("none", []), "none: no tensor to register"),
                 (
                     lambda: session.register("twins", [*floats(1), *floats(1)]),
                     "twins: two tensors share a name",
@@ -93,8 +93,8 @@ def test_wrong_calls_are_refused_and_change_nothing(job, world_size):
                 (lambda: session.all_reduce(np.ones(3), op="product"), "none of sum, mean, max"),
                 (lambda: session.broadcast(np.ones((4, 4))[:, 1]), "C-contiguous"),
                 (lambda: session.broadcast(frozen), "writable"),
-                (lambda: session.broadcast(np.ones(3), root=world_size), f"root={world_size} is no rank"),
-                (lambda: session.broadcast(np.ones(3), root=-1), "root=-1 is no rank"),
+                (lambda: session.broadcast(np.ones(3), root=world_size), f"root={world_size} is not a rank"),
+                (lambda: session.broadcast(np.ones(3), root=-1), "root=-1 is not a rank"),
             ):
                 with pytest.raises(ValueError, match=match):
                     wrong()
@@ -148,7 +148,7 @@ def test_a_job_of_one_worker_needs_nobody(job):
 
 
 def test_tensors_pushed_and_never_pulled_do_no_harm(job):
-    """As when an exception ends a backward pass."""
+    """As after an exception in a backward pass."""
 
     def worker(me):
         with me.join(memory_devices=2, shard_bytes=64) as session:
@@ -174,7 +174,7 @@ def test_long_and_foreign_names_are_allowed(job):
 
 
 def test_registrations_of_many_frames(job):
-    """Names of 4 MiB together: far more than a control frame, or a socket, holds at once."""
+    """Names of 4 MiB in total: far more than a control frame or a socket buffer holds."""
 
     def worker(me):
         specs = [
@@ -200,12 +200,12 @@ def test_slots_in_the_hosts_memory_have_no_routes(job):
             for routes, reason in (
                 (
                     (RoutingTable(lat_proxy=0, bw_proxy=7),) * 2,
-                    "routes to memory devices up to md7; this node has 2",
+                    "routes to memory devices up to md7, but this node has 2 workers",
                 ),
                 ((RoutingTable(lat_proxy=0, bw_proxy=0),), "trial: 1 workers have routes"),
                 (
                     (RoutingTable(lat_proxy=0, bw_proxy=1),) * 2,
-                    "where they are routed in the memory of GPUs",
+                    "routes need slots in GPU memory",
                 ),
             ):
                 with pytest.raises(CoarseError, match=reason):
@@ -236,7 +236,7 @@ def test_a_fork_may_not_use_the_session_and_does_not_disturb_it(job):
                 try:
                     for use in uses_of(session, group):
                         with pytest.raises(
-                            ForkedSessionError, match=f"{os.getppid()} and is used in its fork"
+                            ForkedSessionError, match=f"{os.getppid()} but is used in its fork"
                         ):
                             use()
                     group.close()
@@ -252,7 +252,7 @@ def test_a_fork_may_not_use_the_session_and_does_not_disturb_it(job):
 
 
 def test_a_fork_that_outlives_its_worker_holds_nobody_up(job):
-    """Data-loading processes keep the worker's sockets open."""
+    """For example, data-loading processes keep the worker's sockets open."""
 
     def worker(me):
         session = me.join()
@@ -309,7 +309,7 @@ def test_a_storm_of_signals_changes_nothing(job):
 
 
 def test_a_handler_that_raises_ends_a_wait(job):
-    """Ctrl-C does."""
+    """As Ctrl-C does."""
 
     def worker(me):
         with me.join() as session:
@@ -335,7 +335,7 @@ def test_a_handler_that_raises_ends_a_wait(job):
     assert [one.finish().details for one in workers] == ["", ""]
 
 
-# ---- nothing is left ----
+# ---- clean-up ----
 
 
 def test_many_sessions_in_one_process_leave_nothing(job):
@@ -377,7 +377,7 @@ def test_groups_that_come_and_go_leave_nothing_in_memory_devices(job):
 
 
 def test_workers_learn_of_each_other_where_they_have_their_tensors(job):
-    """By registering them, whatever each one tells; in the host's memory no GPU is needed for that."""
+    """Registration exchanges the place of each worker's tensors; for host memory this needs no GPU."""
 
     def worker(me):
         with me.join(dual_sync="off") as session:

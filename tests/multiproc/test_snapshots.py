@@ -1,4 +1,4 @@
-"""Snapshots of what an optimizer keeps in the memory devices: begun by a counter, true to their step, harmless."""
+"""Snapshots of an optimizer's data in the memory devices: started by a counter, consistent, harmless."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def take_step(group, rank, step):
 
 
 def contents_now(group):
-    """Every array of every tensor as it lies."""
+    """Present contents of every array of every tensor."""
     return [
         [bytes(group.parameter(index)), *(bytes(group.state(index, i)) for i in range(len(STATES)))]
         for index in range(len(LENGTHS))
@@ -74,7 +74,7 @@ def settings_of(memory_devices=2, **settings):
 
 
 def write(snapshot, folder, step, *, sent=()):
-    """Asks for a checkpoint of everything, and of small tensors that come along."""
+    """Requests a checkpoint of everything, including the small tensors in `sent`."""
     kept = [
         KeptTensor(
             saved=SavedTensor(name=f"{array}.{index}", dtype="F32", shape=(length,)),
@@ -127,7 +127,7 @@ def test_a_snapshot_holds_its_step_while_training_goes_on(job, memory_devices):
 
 
 def test_the_slowest_reader_sees_no_update(job):
-    # One array between each two steps: whatever is read was copied before one of many updates, or never changed.
+    # Reads one array between steps: each one was copied before one of many updates, or never changed.
     def worker(me):
         with me.join(**settings_of()) as session:
             group = open_group(session)
@@ -168,7 +168,7 @@ def test_training_with_snapshots_has_the_same_bits_as_training_without(job):
 @needs_crc32c
 @pytest.mark.parametrize("pool_bytes", [POOL_BYTES, 1])
 def test_a_checkpoint_is_written_from_a_snapshot_while_training_goes_on(job, tmp_path, pool_bytes):
-    # With the smallest pool, updates of the next steps wait for the writer block by block.
+    # With the smallest pool, updates of the next steps wait for the writer at each block.
     def worker(me):
         with me.join(**settings_of(snapshot_pool_bytes=pool_bytes)) as session:
             group = open_group(session)
@@ -202,7 +202,7 @@ def test_snapshots_in_memory_that_was_taken_ahead_are_true_to_their_step(job):
         with me.join(**settings_of()) as session:
             group = open_group(session)
             if me.rank == 0:
-                group.warm_snapshots()  # in the background: the first ones may find some of it
+                group.warm_snapshots()  # runs in the background: the first snapshots may find a part of the pool
             for step in range(1, 7):
                 take_step(group, me.rank, step)
                 expected = contents_now(group)
@@ -256,7 +256,7 @@ def test_a_write_that_is_stopped_leaves_nothing_half_done(job, tmp_path):
     job.run(2, worker)
     with Folder.open(tmp_path) as parent:
         for name in CheckpointName(1), CheckpointName(2):
-            if parent.has(str(name)):  # the first may have been done before it was to stop
+            if parent.has(str(name)):  # the first save may have finished before the stop request
                 open_verified(parent, name).close()
         assert parent.has("step-2")
 
@@ -267,7 +267,7 @@ def test_only_so_many_snapshots_are_held_at_a_time(job):
             group = open_group(session)
             if me.rank == 0:
                 held = [group.snapshot() for _ in range(4)]
-                with pytest.raises(SnapshotsBusyError, match="4 snapshots are held already"):
+                with pytest.raises(SnapshotsBusyError, match="4 snapshots are already held"):
                     group.snapshot()
                 held[0].release()
                 group.snapshot_statistics()  # answered after the release
@@ -306,14 +306,14 @@ def test_a_snapshot_that_nobody_reads_is_given_up_before_it_stops_training_for_l
 
 
 def counter_of_snapshots():
-    """The word by which this worker begins snapshots, found as a stray write would."""
+    """The word with which this worker starts snapshots, located as a stray write might hit it."""
     with open("/proc/self/maps") as maps:
         line = next(line for line in maps if "memfd:coarse-snapshot request" in line)
     return ctypes.c_uint32.from_address(int(line.split("-")[0], 16))
 
 
 def test_a_worker_that_overwrites_the_counter_of_snapshots_stalls_nobody_and_is_named(job, capfd):
-    """A pool that holds one block: for each snapshot that seems to be there an update would wait 5 s."""
+    """The pool holds one block: an update would wait 5 s for each apparent snapshot."""
 
     def worker(me):
         with me.join(**settings_of(snapshot_pool_bytes=1)) as session:
@@ -327,14 +327,12 @@ def test_a_worker_that_overwrites_the_counter_of_snapshots_stalls_nobody_and_is_
             if me.rank == 0:
                 statistics = group.snapshot_statistics()
                 assert (statistics.num_lost, statistics.num_waits) == (0, 0)
-                with pytest.raises(ProtocolError, match="says 4000000000, which cannot be: worker 0 or 1"):
+                with pytest.raises(ProtocolError, match="is 4000000000, an impossible value: worker 0 or 1"):
                     group.snapshot()
             session.barrier()
 
     job.run(2, worker)
-    assert (
-        "[md0] model: the counter by which workers begin snapshots says 4000000000" in capfd.readouterr().err
-    )
+    assert "[md0] model: the snapshot counter is 4000000000" in capfd.readouterr().err
 
 
 def test_a_worker_may_write_itself_once_snapshots_are_kept(job):
@@ -373,7 +371,7 @@ def test_a_write_ends_with_its_memory_device(job, tmp_path):
         take_step(group, me.rank, 1)
         if me.rank == 0:
             me.tell(session.device_pids[0])
-            me.hear()  # the device stands still, and takes no request
+            me.hear()  # the device is stopped and accepts no request
             writing = write(group.snapshot(), tmp_path, 1)
             me.tell()
             with pytest.raises(MemoryDeviceLostError, match="nothing of the checkpoint remains"):

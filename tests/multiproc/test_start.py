@@ -1,4 +1,4 @@
-"""How a session starts: who is missing, who is there twice, who died before it began."""
+"""Session start: missing workers, duplicate ranks, and workers that died before."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from coarse.startup import device_processes, join
 from coarse.store import DirectoryStore
 
 SHORT_S = 1.0
-"""A time-out that is waited for."""
+"""A time-out that the test waits for."""
 
 
 def join_and_stay(me):
@@ -30,7 +30,7 @@ def join_and_stay(me):
 
 
 class WatchedStore(DirectoryStore):
-    """Lets the test know when this worker does something with a key, and waits for its word."""
+    """Reports this worker's uses of a key to the test, and waits for its answer."""
 
     def __init__(self, me: Worker, *, pause_at: str) -> None:
         super().__init__(me.directory / "store")
@@ -54,7 +54,7 @@ class WatchedStore(DirectoryStore):
 
 
 def joining(pause_at, **settings):
-    """A worker that joins, and pauses where its rank's entry of `pause_at` says."""
+    """A worker that joins, and pauses at its rank's place in `pause_at`."""
 
     def worker(me):
         store = WatchedStore(me, pause_at=pause_at.get(me.rank, ""))
@@ -78,12 +78,12 @@ def test_a_worker_that_never_comes_is_named_after_the_time_out(job):
     assert first.error == "RendezvousError"
     assert f": after {SHORT_S}" in first.message
     for outcome in outcomes:
-        # The second one may find that the first has ended.
+        # The second worker may detect that the first one has ended.
         assert "workers 0, 2 have joined, waiting for 1, 3" in outcome.message
 
 
 class TellingHandler(logging.Handler):
-    """Lets the test know what is logged."""
+    """Sends log messages to the test."""
 
     def __init__(self, me: Worker) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ def test_a_rank_that_is_there_already_is_refused(job):
     assert workers[0].hear() == "set devices/0"
     twin = job.start_worker(1, 2, join_and_stay).finish()
     assert twin.error == "RendezvousError"
-    assert "another process has joined as rank 1 already" in twin.message
+    assert "another process has already joined as rank 1" in twin.message
     workers[0].tell()
     assert [running.finish().details for running in workers] == ["", ""]
 
@@ -184,7 +184,7 @@ def test_a_worker_that_dies_while_others_join_is_named(job, place):
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_worker_that_dies_while_others_wait_for_the_devices_welcome_is_named(job, victim, monkeypatch):
-    """Worker 2 has not connected to any device yet, so that none can welcome anybody."""
+    """Worker 2 has not connected to any device yet, so no device can welcome a worker."""
 
     def worker(me):
         def pause_and_read(directory):
@@ -258,10 +258,10 @@ def test_a_device_that_ends_at_once_is_told_to_all_workers(job, monkeypatch):
     monkeypatch.setattr(device_processes.sys, "executable", "/bin/false")
     first, second = job.outcomes(2, join_and_stay)
     assert first.error == "MemoryDeviceLostError", first
-    # Worker 0 may notice while it still tells the device its job, and may have ended when worker 1 notices.
+    # Worker 0 may notice while it still sends the job to the device, and may have ended when worker 1 notices.
     assert re.search("md0|could not start memory devices", first.message)
     assert second.error in ("MemoryDeviceLostError", "WorkerLostError"), second
-    assert re.search("md0|could not start|memory devices have ended|worker 0", second.message)
+    assert re.search("md0|could not start|memory devices ended|worker 0", second.message)
 
 
 def test_devices_get_their_job_by_descriptor_and_no_secret_by_argv(job):
@@ -319,7 +319,7 @@ def test_memory_devices_may_open_as_many_files_as_the_system_lets_them(job):
 def test_a_second_session_in_the_same_store_is_refused(job):
     def worker(me):
         join_and_stay(me)
-        with pytest.raises(rendezvous.RendezvousError, match="has joined as rank"):
+        with pytest.raises(rendezvous.RendezvousError, match="has already joined as rank"):
             join_and_stay(me)
 
     job.run(2, worker)

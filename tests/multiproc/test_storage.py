@@ -1,4 +1,4 @@
-"""Parameter storage: any worker loads the newest value, whole; who holds an older one keeps it."""
+"""Parameter storage: any worker loads the newest value completely; an older loaded value stays valid."""
 
 import mmap
 
@@ -7,7 +7,7 @@ import pytest
 
 from coarse.errors import OutOfDeviceMemoryError, SnapshotLostError, SnapshotsBusyError
 
-_MAP_NORESERVE = 0x4000  # of Linux; the module does not name it in every Python
+_MAP_NORESERVE = 0x4000  # Linux's value; not every Python's module defines it
 
 
 @pytest.mark.parametrize("memory_devices", [1, 3])
@@ -49,7 +49,7 @@ def test_a_value_that_does_not_fit_leaves_the_one_before(job):
         with me.join(memory_devices=1) as session:
             if me.rank == 0:
                 session.store("w", np.ones(3))
-                # Address space without memory: it is refused before a byte of it is read.
+                # Address space without memory: the call is refused before it reads a byte.
                 unbacked = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
                 huge = np.frombuffer(mmap.mmap(-1, 1 << 42, flags=unbacked), dtype=np.uint8)
                 with pytest.raises(
@@ -63,7 +63,7 @@ def test_a_value_that_does_not_fit_leaves_the_one_before(job):
 
 @pytest.mark.parametrize("memory_devices", [1, 3])
 def test_a_snapshot_has_all_values_as_they_were(job, memory_devices):
-    keys = [f"layer {number}" for number in range(12)]  # of all memory devices
+    keys = [f"layer {number}" for number in range(12)]  # spread over all memory devices
 
     def worker(me):
         with me.join(memory_devices=memory_devices) as session:

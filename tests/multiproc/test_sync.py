@@ -1,6 +1,6 @@
-"""What is pulled is the reduction of what was pushed: for every dtype, op, algorithm and shape of the job.
+"""A pull returns the reduction of the pushed tensors, for every dtype, op, algorithm and shape of the job.
 
-Workers contribute `2**rank`, so that a sum is the set of its contributors.
+Workers contribute `2**rank`, so a sum identifies its contributors.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def floats(names, num_elements=1000, op="sum"):
 
 
 def encode(values, dtype):
-    """`values` in `dtype`; bfloat16, which numpy lacks, as the upper halves of float32."""
+    """`values` in `dtype`; bfloat16, which numpy lacks, as the upper halves of float32 values."""
     if dtype == "bfloat16":
         return (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
     return values.astype(dtype)
@@ -57,7 +57,7 @@ def slot(group, index):
 
 
 def texture(length):
-    """Ones and twos without a period, so that a misplaced shard shows; sums of them are exact in 8 bits."""
+    """Aperiodic ones and twos, which reveal misplaced shards; their sums are exact in 8 bits."""
     return 1 + (np.arange(length, dtype=np.uint64) * 2654435761 >> 13) % 2
 
 
@@ -72,7 +72,7 @@ def expected(spec, world_size):
 
 
 def sync(group, order, values):
-    """Pushes tensors in `order`, pulls them all; returns how many contributed to each."""
+    """Pushes tensors in `order`, pulls them all; returns the number of contributors of each."""
     for index in order:
         slot(group, index)[:] = values(group.specs[index])
         group.push(index)
@@ -140,7 +140,7 @@ def test_no_order_of_pushes_deadlocks(job, seed, memory_devices):
 
 @pytest.mark.parametrize(("scheduling", "deadlocks"), [("fcfs", True), ("queues", False)])
 def test_opposite_orders_deadlock_first_come_first_serve_but_not_queues(job, scheduling, deadlocks):
-    """COARSE paper, Fig 10: each memory device waits for the tensor that the other one holds back."""
+    """COARSE paper, Fig 10: each memory device waits for the tensor that the other one delays."""
 
     def worker(me):
         order = (0, 1) if me.rank == 0 else (1, 0)
@@ -168,7 +168,7 @@ def leave_together(me):
 
 
 def together(job, world_size, function):
-    """Outcomes of workers that leave_together(): nobody's leaving disturbs another one."""
+    """Outcomes of workers that leave_together(), so that no departure disturbs another worker."""
     workers = job.start(world_size, function)
     for worker in workers:
         assert worker.hear() == "done"
@@ -177,7 +177,7 @@ def together(job, world_size, function):
     return [worker.finish() for worker in workers]
 
 
-# ---- contributions that are not there ----
+# ---- absent contributions ----
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -291,7 +291,7 @@ def test_workers_that_disagree_on_an_unregistered_array_are_told(job):
         assert "10 elements" in outcome.message
 
 
-# ---- more than one of a kind ----
+# ---- several groups or sessions ----
 
 
 def test_groups_are_independent_of_each_other(job):
@@ -361,7 +361,7 @@ def test_two_sessions_live_in_one_process(job):
 
 
 def test_more_shards_than_a_queue_holds(job):
-    """A queue holds 4096 descriptors; worker 1 pushes nothing before worker 0 has pushed everything."""
+    """A queue holds 4096 descriptors; worker 1 starts to push after worker 0 has pushed everything."""
     num_elements = 10_000 * 16
 
     def worker(me):

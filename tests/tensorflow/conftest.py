@@ -1,4 +1,4 @@
-"""Skips everything here where TensorFlow is missing, without importing it: that takes seconds."""
+"""Skips all tests here if TensorFlow is missing, without importing it, which takes seconds."""
 
 from __future__ import annotations
 

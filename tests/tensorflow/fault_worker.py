@@ -1,4 +1,4 @@
-"""A worker to which something goes wrong in fit(): python fault_worker.py DIRECTORY; says when it ended, and why."""
+"""A worker with a fault in fit(): python fault_worker.py DIRECTORY; prints the time and reason of its end."""
 
 from __future__ import annotations
 

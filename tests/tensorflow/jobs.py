@@ -1,4 +1,4 @@
-"""Jobs of TensorFlow workers, each process of which takes seconds to import it: few are started, all at once."""
+"""Jobs of TensorFlow workers. A process takes seconds to import it: few processes, started at the same time."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Job:
         )
 
     def finish(self) -> tuple[int, str]:
-        """Waits for its end; returns its exit code and output, with the stacks of a crash."""
+        """Waits for its end; returns its exit code and output, with stacks after a crash."""
         try:
             code = self.process.wait(LIMIT_S)
         finally:
@@ -84,7 +84,7 @@ def _allow_core_dumps() -> None:
 
 
 def _native_stacks(core: Path) -> str:
-    """What each thread of a crashed Python process was at, by gdb."""
+    """Stacks of all threads of a crashed Python process, from gdb."""
     if shutil.which("gdb") is None:
         return "install gdb to see where it crashed"
     command = [

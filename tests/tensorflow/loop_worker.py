@@ -1,5 +1,4 @@
-"""A process that runs training loops (training_loops_of_keras.py) until it is told to end: a worker, or the one that
-the workers are compared with. Started by test_keras_training_loops.py with a name, a rendezvous path and a pipe.
+"""A process that runs training loops (training_loops_of_keras.py) until a request ends it: a worker or the reference.
 """
 
 from __future__ import annotations

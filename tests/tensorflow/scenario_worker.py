@@ -1,4 +1,4 @@
-"""A worker that runs every scenario, and writes what came out: python scenario_worker.py DIRECTORY [SCENARIO...]."""
+"""A worker that runs scenarios and writes their results: python scenario_worker.py DIRECTORY [SCENARIO...]."""
 
 from __future__ import annotations
 

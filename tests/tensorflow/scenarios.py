@@ -1,4 +1,4 @@
-"""What a worker trains, in each mode of Keras and of loops of one's own: run by scenario_worker.py."""
+"""Training scenarios for each mode of Keras and for custom loops: run by scenario_worker.py."""
 
 from __future__ import annotations
 

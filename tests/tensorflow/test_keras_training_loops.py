@@ -1,6 +1,6 @@
-"""Training loops of any parts of Keras give on two workers what one process gives, or tf.distribute in one process.
+"""Random Keras training loops on two workers give the results of one process, or of tf.distribute in one process.
 
-Workers always end with the same bits: of weights, of the optimizer's state, and of what they are told.
+Workers always end with bitwise equal weights, optimizer states and logs.
 """
 
 from __future__ import annotations

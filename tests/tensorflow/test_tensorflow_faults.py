@@ -1,4 +1,4 @@
-"""What goes wrong is told on every worker, at once; started by a TF_CONFIG."""
+"""Every worker reports faults immediately; started with TF_CONFIG."""
 
 from __future__ import annotations
 
@@ -73,13 +73,13 @@ def test_strings_are_refused(said):
 def test_a_metric_that_one_worker_alone_reads_ends_with_what_to_do(said):
     assert said["metric"].startswith("SyncTimeoutError: worker 0: ")
     assert "not pushed by worker(s) 1" in said["metric"]
-    assert "a metric that is read" in said["metric"]
+    assert "reading a metric" in said["metric"]
 
 
 def test_a_variable_that_one_worker_alone_creates_ends_with_its_name(said):
     assert said["variable"].startswith("SyncTimeoutError: worker 0: ")
     assert "creating variable 'of_one_worker'" in said["variable"]
-    assert "has to be asked for on all of them" in said["variable"]
+    assert "All workers must take part in each reduction" in said["variable"]
 
 
 def test_workers_that_create_different_variables_are_told_which(said):

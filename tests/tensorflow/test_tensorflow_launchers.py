@@ -1,4 +1,4 @@
-"""torchrun starts workers of Keras too, on one node and on two: here, those that COARSE_NODE tells apart."""
+"""torchrun also starts Keras workers, on one node and on two, which COARSE_NODE separates here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What two workers train under coarse.tensorflow.Strategy is what one process trains, and the same on both."""
+"""Two workers under coarse.tensorflow.Strategy train to the results of one process, equal on both workers."""
 
 from __future__ import annotations
 

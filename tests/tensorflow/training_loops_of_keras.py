@@ -1,6 +1,6 @@
-"""Training loops of Keras as data: models of any pieces, compiled with anything, and what is done with them in turn.
+"""Keras training loops as data: models of random parts, random compile options, and a sequence of actions.
 
-Made by `training_loops()` in the process of the tests, which does not import TensorFlow; loop_worker.py runs them.
+`training_loops()` creates them in the test process, which does not import TensorFlow; loop_worker.py runs them.
 """
 
 from __future__ import annotations

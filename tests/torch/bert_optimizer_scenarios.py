@@ -1,4 +1,4 @@
-"""Scenarios of each optimizer of the memory devices, in each dtype, by which a small BERT is trained."""
+"""Scenarios that train a small BERT with each optimizer of the memory devices, in each dtype."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def small_bert() -> nn.Module:
 
 
 def average_in_float32(_, bucket):  # torch does not know annotations that are text
-    """As memory devices do.
+    """Averages in float32, as memory devices do.
 
-    Torch's own class halves gradients before it adds them up, which rounds those of float16 that are subnormal: alone
-    that has 200 steps of Lion end 0.24 of their way apart.
+    Torch's own class halves gradients before it adds them, which rounds subnormal float16 gradients. This alone
+    makes 200 steps of Lion end apart by 0.24 of their way.
     """
     total = torch.distributed.all_reduce(bucket.buffer().float(), async_op=True).get_future()
     num_workers = torch.distributed.get_world_size()
@@ -61,7 +61,7 @@ def average_in_float32(_, bucket):  # torch does not know annotations that are t
 
 
 def run_bert(context: Context, make: Make, dtype: torch.dtype, *, overlap: bool) -> dict[str, torch.Tensor]:
-    """The losses, and by how much all parameters have moved in the end."""
+    """The losses, and the total change of all parameters."""
     module = small_bert().to(dtype)
     model = context.wrap(module)
     if not context.is_coarse and dtype is not torch.float32:
@@ -105,10 +105,10 @@ SAME_GRADIENTS_TOLERANCE = dict.fromkeys(BERT_OPTIMIZERS, 2e-5) | {"lion": 1e-3}
 
 
 def narrow_bert_on_the_same_gradients(context: Context, name: str, dtype: torch.dtype) -> None:
-    """Each update is torch's, on float32 weights of the worker, by the very gradients that the memory devices take.
+    """Compares with torch's updates of the worker's float32 weights by the same gradients as in the memory devices.
 
-    Two runs of their own drift apart: a 16-bit parameter that is rounded the other way has other gradients from then
-    on. Here nothing can, so that 200 updates are as exact as float32.
+    Separate runs drift apart: a 16-bit parameter that is rounded differently has different gradients from then on.
+    With the same gradients 200 updates are as exact as float32.
     """
     make, module = BERT_OPTIMIZERS[name], small_bert().to(dtype)
     twin = copy.deepcopy(module)

@@ -1,4 +1,4 @@
-"""Scenarios of checkpoints with several workers: training that is interrupted ends as training that is not."""
+"""Scenarios of checkpoints with several workers: interrupted training ends like uninterrupted training."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def another_job(folder: str) -> Iterator[None]:
 
 
 class Position:
-    """A data loader, as far as a checkpoint sees it: different on each worker."""
+    """The part of a data loader that a checkpoint uses: different on each worker."""
 
     def __init__(self, start: Any) -> None:
         self.next = start
@@ -100,7 +100,7 @@ class Position:
 
 
 class Training:
-    """One life of a job: from wrapping the model to the end, or to where it is interrupted."""
+    """One attempt of a job: from wrapping the model to the end or to the interruption."""
 
     def __init__(
         self,
@@ -276,7 +276,7 @@ def parameters_that_may_be_stale_go_on_from_what_was_restored(context: Context) 
 
 @checkpoint_scenario
 def the_optimizer_that_was_given_has_the_state_in_the_memory_devices(context: Context) -> None:
-    """Its own state dicts too, by which scripts and libraries save it."""
+    """Including its own state dicts, which scripts and libraries save."""
     from coarse.torch.checkpoint import Checkpointer
 
     def begin(seed: int) -> tuple[nn.Module, Any, Any, Any]:
@@ -334,7 +334,7 @@ def buffers_that_each_worker_has_of_its_own_come_back_to_it(context: Context) ->
 
 
 class Odd(nn.Module):
-    """A kernel that does not lie row-major, a parameter that is frozen, one that is never used, and tied ones."""
+    """A kernel that is not row-major, a frozen parameter, an unused one, and tied ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -465,7 +465,7 @@ def what_is_restored_does_not_get_into_a_snapshot(context: Context) -> None:
 
 @checkpoint_scenario
 def empty_parameters_come_back_with_their_state(context: Context) -> None:
-    """Memory devices have nothing of them; a checkpoint has their number of updates."""
+    """Memory devices store no data for them; a checkpoint contains their number of updates."""
     from coarse.torch.checkpoint import Checkpointer
 
     def make() -> tuple[Any, Any]:
@@ -610,7 +610,7 @@ def all_workers_hear_that_a_save_which_they_wait_for_failed(context: Context) ->
 
 @checkpoint_scenario
 def the_optimizer_that_was_given_saves_what_backward_updates(context: Context) -> None:
-    """Where a copy would not do: parameters change before step() is called."""
+    """A copy would not suffice: parameters change before step() is called."""
     from coarse.torch.checkpoint import Checkpointer
 
     model = context.wrap(with_buffers())
@@ -671,7 +671,7 @@ def all_workers_hear_of_a_checkpoint_that_does_not_load(context: Context) -> Non
 
 @checkpoint_scenario
 def all_workers_hear_of_a_folder_that_they_do_not_share(context: Context) -> None:
-    """As it is where nodes have disks of their own."""
+    """As on nodes with separate disks."""
     from coarse.torch.checkpoint import Checkpointer
 
     model = context.wrap(nn.Linear(3, 2))
@@ -683,7 +683,7 @@ def all_workers_hear_of_a_folder_that_they_do_not_share(context: Context) -> Non
 
 
 def left_by(test_pid: int) -> Path:
-    """Where the workers of a test process leave a checkpoint for other workers of it."""
+    """Place of a checkpoint that workers of a test process leave for other workers of the same process."""
     return Path(tempfile.gettempdir()) / f"coarse-test-left-{test_pid}"
 
 

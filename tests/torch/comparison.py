@@ -1,4 +1,4 @@
-"""Compares what a scenario gives under torch's classes and COARSE's."""
+"""Compares a scenario's results under torch's classes and COARSE's."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from parity_pool import WorkerPool
 
 
 def run_under_both(name: str, torch_pool: WorkerPool, coarse_pool: WorkerPool) -> Iterator[tuple[Any, Any]]:
-    """What a scenario gives under torch's classes and COARSE's, worker by worker.
+    """Results of a scenario under torch's classes and COARSE's, worker by worker.
 
-    Torch's results are kept, for several kinds of COARSE's pools are compared with them.
+    Torch's results are cached, because several kinds of COARSE pools are compared with them.
     """
     is_new = name not in torch_pool.kept_results
     if is_new:
@@ -29,7 +29,7 @@ def run_under_both(name: str, torch_pool: WorkerPool, coarse_pool: WorkerPool) -
 def assert_equal_results(
     name: str, torch_pool: WorkerPool, coarse_pool: WorkerPool, tolerance: float
 ) -> None:
-    """Runs a scenario under both, and compares what each worker got."""
+    """Runs a scenario under both, and compares each worker's results."""
     for rank, (theirs, ours) in enumerate(run_under_both(name, torch_pool, coarse_pool)):
         assert_same(ours, theirs, tolerance, f"worker {rank}")
 

@@ -1,4 +1,4 @@
-"""Skips everything here where torch is missing, and shares the worker pools among all tests."""
+"""Skips all tests here if torch is missing, and shares the worker pools among all tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scenarios of what only COARSE promises: refusals, errors that name what differs, and the life of a wrapper."""
+"""Scenarios of guarantees that only COARSE gives: refusals, errors that name differences, a wrapper's life cycle."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def gradients_live_in_registered_memory(context: Context) -> Any:
 
 @contract
 def a_model_that_becomes_narrower_and_wide_again_has_averages(context: Context) -> Any:
-    """Both give its gradients other memory; under torch's class they are each worker's own from then on."""
+    """Both changes move its gradients to other memory; under torch's class these are no longer averaged afterwards."""
     model, alone = context.wrap(mlp()), mlp()
     alone.load_state_dict(model.module.state_dict())
     for step in range(4):
@@ -132,7 +132,7 @@ def copies_of_models_cost_nothing_before_they_train(context: Context) -> Any:
 def use_two_models_in_any_order(
     context: Context, make: Callable[[], nn.Module], inputs: Callable[[int], Any], **options: Any
 ) -> Any:
-    """Workers that end the backward of two models in different orders do not wait for each other for ever."""
+    """Workers that end the backward passes of two models in different orders do not deadlock."""
     trained = []
     for reverses in (False, True):
         torch.manual_seed(0)
@@ -255,7 +255,7 @@ def refuses_what_it_cannot_average(context: Context) -> Any:
         context.wrap(nn.Linear(2, 2, device="meta"))
     wrapped = context.wrap(nn.Linear(2, 2))
     for again in (wrapped, nn.Sequential(wrapped)):
-        with raises(ValueError, "wraps already", "averaged twice"):
+        with raises(ValueError, "already wraps", "averaged twice"):
             context.wrap(again)
     model = context.wrap(nn.Sequential(nn.Linear(2, 2)))
     state = {name: value.clone() for name, value in model.module.state_dict().items()}
@@ -357,14 +357,14 @@ def hooks_that_average_keep_the_rest_on_the_workers(context: Context) -> Any:
         model.register_comm_hook(None, "bf16")
     model.register_comm_hook(None, lambda state, bucket: None)
     with (
-        raises(ValueError, "join() does not go with a communication hook", "equally many batches"),
+        raises(ValueError, "join() cannot be combined with a communication hook", "the same number of batches"),
         model.join(),
     ):
         pass
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
-    assert "a communication hook averages gradients in place of" in str(caught[0].message)
+    assert "a communication hook averages gradients instead of" in str(caught[0].message)
     model = context.wrap(nn.Embedding(8, 4, sparse=True))
     with raises(ValueError, "dense gradients", "sparse=False", "bf16_compress_hook"):
         model.register_comm_hook(None, lambda state, bucket: None)
@@ -394,7 +394,7 @@ def narrow_gradients_are_rounded_added_in_float32_and_rounded(context: Context) 
 def a_second_hook_is_refused(context: Context) -> Any:
     model = context.wrap(mlp())
     model.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    with raises(RuntimeError, "has a communication hook already"):
+    with raises(RuntimeError, "already has a communication hook"):
         model.register_comm_hook(None, default_hooks.allreduce_hook)
 
 

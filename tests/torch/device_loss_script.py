@@ -2,9 +2,9 @@
 
     device_loss_script.py FOLDER DEVICE [overlap]
 
-Memory device DEVICE is killed in step KILLED_IN of attempt 0; -1 kills none. With overlap it updates in backward.
-At the end FOLDER/end-RANK has a hash of
-parameters and optimizer state, the number of the attempt, and the step from which it went on.
+Memory device DEVICE is killed in step KILLED_IN of attempt 0; -1 kills none. With overlap, devices update in
+backward. At the end FOLDER/end-RANK contains a hash of parameters and optimizer state, the number of the attempt,
+and its first step.
 """
 
 from __future__ import annotations

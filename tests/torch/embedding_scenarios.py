@@ -1,4 +1,4 @@
-"""Scenarios of embedding tables that are large enough for their gradients to be written straight into slots."""
+"""Scenarios of embedding tables so large that their gradients are written directly into slots."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Table(nn.Module):
 
 
 def tokens_of(context: Context, step: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    """Different ones on each worker and in each step, some of them several times, some of them 0."""
+    """Different tokens on each worker and in each step, some repeated, some 0."""
     generator = torch.Generator().manual_seed(100 * context.rank + step)
     return torch.randint(0, 40, (4, 50), generator=generator).to(dtype)
 
@@ -221,7 +221,7 @@ def table_with_a_penalty_on_its_gradient(context: Context) -> Any:
 
 @embedding_scenario
 def table_whose_gradient_is_asked_for_directly(context: Context) -> Any:
-    """What torch.autograd.grad() returned belongs to the user, whatever comes later."""
+    """The result of torch.autograd.grad() belongs to the user; later steps do not change it."""
     model = context.wrap(Table())
     kept = []
     for step in range(2):

@@ -1,6 +1,6 @@
-"""PyTorch and the compiler that its optimizers import, without looking for garbage: then, or among it at the end.
+"""Imports PyTorch and the compiler that its optimizers import, and excludes them from garbage collection.
 
-That takes a third of the time of a process that does little.
+In a short process that collection takes a third of the time.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The first model of a process: slots, of which the wrapper takes no page, and own parameters go to the optimizer.
+"""Checks memory that is freed for an optimizer, with the first model of a process: slots and own parameters.
 
     freed_memory_script.py [overlap]
 
-Run by a launcher, with two workers. The garbage collector is off from the start: the first wrapping imports modules
-that keep tracebacks, and so frames of whoever imports them.
+Run by a launcher, with two workers. The wrapper touches no page of the slots. The garbage collector is off from the
+start: the first wrapping imports modules that keep tracebacks, and with them the frames of their importers.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import coarse.torch
 
 
 def slot_mappings() -> set[str]:
-    """The lines of /proc/self/maps that are of models' gradients."""
+    """The lines of /proc/self/maps for models' gradients."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     return {line for line in lines if "memfd:coarse-gradients of model" in line}
 
 
 def slot_descriptors() -> list[int]:
-    """Those by which memory of models' gradients can still be reserved."""
+    """Descriptors through which memory of models' gradients can still be reserved."""
     links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
     return [int(link.name) for link in links if "memfd:coarse-gradients of model" in os.readlink(link)]
 

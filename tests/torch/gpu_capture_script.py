@@ -1,6 +1,6 @@
-"""Takes a step while the stream that computes is captured, which is refused, and goes on; run by `coarse run`.
+"""Runs a step while the computing stream is captured, which is refused, and continues; run by `coarse run`.
 
-The model is on the processor behind the driver of gpu_stand_in.py, which must be on LD_LIBRARY_PATH.
+The model is on the CPU with the driver of gpu_stand_in.py, which must be on LD_LIBRARY_PATH.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Trains until a memory device, which worker 0 kills in a step, is missed; says on each worker what was raised.
+"""Trains until the workers detect that worker 0 killed a memory device; prints the error of each worker.
 
-Run by `coarse run`. Its arguments are the device of the model, where "stand-in" is the processor behind the driver of
-gpu_stand_in.py, which must be on LD_LIBRARY_PATH; "offload" to run the optimizer in the memory devices, and "overlap"
-for that to be during backward; "alone" for a memory device that dies by itself; "each" for a GPU of its own for each
-worker; "worker" for worker 1 to be killed, and no memory device; "saves" for a state dict after each step, and a
-memory device that is killed when the GPU waits for it.
+Run by `coarse run`. Arguments: the device of the model, where "stand-in" is the CPU with the driver of
+gpu_stand_in.py, which must be on LD_LIBRARY_PATH; "offload" runs the optimizer in the memory devices, and "overlap"
+runs it during backward; "alone": a memory device dies by itself; "each": a separate GPU for each worker; "worker":
+worker 1 is killed instead of a memory device; "saves": a state dict after each step, and the memory device is killed
+while the GPU waits for it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import coarse.torch
 from coarse.errors import CoarseError
 from coarse.torch.session import session_of_group
 
-KILLED_AT_STEP = 6  # when it is planned who reduces what
+KILLED_AT_STEP = 6  # when dual synchronisation is planned
 LIMIT_S = 20.0
 
 
@@ -52,7 +52,7 @@ def main() -> None:
         if step == KILLED_AT_STEP and "alone" not in options:
             began_s = time.monotonic()
             print(*session.decisions(), sep="\n", flush=True)
-            dist.barrier()  # or the other worker might miss it in the step before
+            dist.barrier()  # otherwise the other worker might detect it one step earlier
             if "worker" in options:
                 if rank == 1:
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -73,18 +73,18 @@ def main() -> None:
             print(f"parameters are {fingerprint(module)}", flush=True)
             break
         assert time.monotonic() < began_s + LIMIT_S, "nobody misses who was killed"
-    synchronize()  # what the GPU was given must come to its end, too
+    synchronize()  # the GPU's pending work must end, too
     print("all streams have ended", flush=True)
 
 
 def kill_when_a_gpu_waits(device: int) -> None:
-    """Stops a memory device now, which thereby takes no gradients any more, and kills it a second later."""
+    """Stops a memory device, so that it accepts no more gradients, and kills it a second later."""
     os.kill(device, signal.SIGSTOP)
     threading.Timer(1.0, os.kill, (device, signal.SIGKILL)).start()
 
 
 def fingerprint(module: torch.nn.Module) -> str:
-    """Of all parameters."""
+    """Hash of all parameters."""
     every = torch.cat([parameter.detach().cpu().flatten() for parameter in module.parameters()])
     return hashlib.sha256(every.numpy().tobytes()).hexdigest()
 

@@ -2,9 +2,9 @@
 
     gpu_shortage_script.py DEVICE
 
-DEVICE "stand-in" is the processor behind the driver of gpu_stand_in.py, which must be on LD_LIBRARY_PATH and has
-1 GiB. On a real GPU nearly everything else is taken first. Says on each worker what was raised, and that the small
-model trains as before.
+DEVICE "stand-in" is the CPU with the driver of gpu_stand_in.py, which must be on LD_LIBRARY_PATH and has 1 GiB. On a
+real GPU the script first allocates nearly all other memory. Prints each worker's error, and that the small model
+trains as before.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A GPU for the tests of what surrounds one: tests/native/cuda_stand_in.cpp is its driver, host memory is its memory.
+"""A stand-in GPU for tests: tests/native/cuda_stand_in.cpp is its driver, host memory is its memory.
 
-Streams are threads that do what they are given later and beside each other, as a GPU's; gradients are computed by the
-processor. A test sees averages when the stream that computes has joined, for which it waits here.
+Streams are threads that run their work later and concurrently, like a GPU's. The CPU computes gradients. Averages
+are visible after the computing stream has joined; this module waits for that.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from coarse.torch.optimizer import remote_optimizer
 
 
 class StandInGpu(gpu_gradients.Gpu):
-    """Has parameters that lie in the host's memory, and one stream that computes.
+    """A GPU with parameters in the host's memory, and one computing stream.
 
     Args:
-        ordinal: Which of the stand-in's devices it is.
+        ordinal: Number of the stand-in's device.
     """
 
     def __init__(self, ordinal: int) -> None:
@@ -35,7 +35,7 @@ class StandInGpu(gpu_gradients.Gpu):
 
 
 def install(ordinal: int = 0) -> StandInGpu:
-    """Has this process take its processor for a GPU, by the driver that tests/conftest.py builds; returns that."""
+    """Makes this process use its CPU as a GPU, through the driver that tests/conftest.py builds; returns the GPU."""
     if show_memory := getattr(ctypes.CDLL("libcuda.so.1"), "standInShowMemory", None):
         show_memory()
     gpu = StandInGpu(ordinal)

@@ -1,9 +1,9 @@
-"""Trains a small model whose worker has a GPU, and says what parameters came to; run by `coarse run`.
+"""Trains a small model on a worker with a GPU, and writes a hash of its parameters; run by `coarse run`.
 
     gpu_training_script.py FOLDER GPU,...
 
-Worker i is on the i-th of the GPUs, which are those of the stand-in that must be on LD_LIBRARY_PATH; without any it
-is on the processor. FOLDER/end-RANK has a hash of the parameters, and the class of the gradients' path.
+Worker i uses the i-th of the GPUs, those of the stand-in, which must be on LD_LIBRARY_PATH. Without GPUs it uses the
+CPU. FOLDER/end-RANK contains a hash of the parameters, and the class of the gradients' path.
 """
 
 from __future__ import annotations

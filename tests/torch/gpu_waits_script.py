@@ -1,6 +1,6 @@
-"""Trains a model with buffers, and counts on each worker where the processor waits in a step, run by `coarse run`.
+"""Trains a model with buffers, and counts the CPU's waits in a step on each worker; run by `coarse run`.
 
-Its argument is "buffers" to broadcast them before each forward. The model is on the processor behind the driver of
+The argument "buffers" broadcasts buffers before each forward. The model is on the CPU with the driver of
 gpu_stand_in.py, which must be on LD_LIBRARY_PATH.
 """
 
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def count_calls(cls: type, name: str) -> list[None]:
-    """A list that is as long as there were calls of a method."""
+    """A list with one entry for each call of a method."""
     method = getattr(cls, name)
     calls: list[None] = []
 

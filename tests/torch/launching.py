@@ -25,7 +25,7 @@ def launch(
     meanwhile: Callable[[subprocess.Popen[bytes]], None] = lambda job: None,
     **variables: str,
 ) -> str:
-    """Runs the script to its end, and something while it runs; returns what was printed."""
+    """Runs the script to its end, and a function meanwhile; returns the output."""
     # Sockets have short names: pytest's own temporary directories are too long for them.
     with tempfile.TemporaryDirectory(prefix="coarse-test-") as temporary:
         printed = Path(temporary, "printed")

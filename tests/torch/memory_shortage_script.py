@@ -1,4 +1,4 @@
-"""An optimizer whose memory is gone when one worker reserves it: both are told, and the model averages as before.
+"""An optimizer for which one worker cannot reserve memory: both get an error, and the model averages as before.
 
 Run by a launcher, with two workers.
 """

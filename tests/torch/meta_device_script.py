@@ -1,4 +1,4 @@
-"""Worker 1 builds its model on the meta device: values come from worker 0, by an optimizer or the first forward.
+"""Worker 1 builds its model on the meta device: an optimizer or the first forward brings worker 0's values.
 
 Run by a launcher, with two workers.
 """
@@ -51,11 +51,11 @@ def anonymous_bytes() -> int:
 
 
 def refused() -> Any:
-    return pytest.raises(RuntimeError, match="their values have not come yet")
+    return pytest.raises(RuntimeError, match="have no values yet")
 
 
 def check_equal(module: nn.Module) -> None:
-    """All workers have the same, which are not zeros."""
+    """Checks that all workers have the same non-zero parameters."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         both = [torch.empty_like(tensor) for _ in range(2)]
         torch.distributed.all_gather(both, tensor.detach())

@@ -1,4 +1,4 @@
-"""Scenarios of optimizers in the memory devices whose parameters have 16 bits; those have float32 master weights."""
+"""Scenarios of optimizers in the memory devices with 16-bit parameters and float32 master weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NARROW_TOLERANCE = {"bfloat16": 2e-2, "float16": 4e-3}
 
 
 class MasterWeights:
-    """What torch's users write by hand: the optimizer has float32 copies, which parameters are the rounding of."""
+    """The usual hand-written form in torch: the optimizer owns float32 copies; parameters are their rounding."""
 
     def __init__(self, make: Make, parameters: Iterable[nn.Parameter]) -> None:
         self.parameters = list(parameters)

@@ -1,4 +1,4 @@
-"""Scenarios of several optimizers for one model, and of parameters that come to an optimizer after it was wrapped."""
+"""Scenarios of several optimizers for one model, and of parameters added to an already wrapped optimizer."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class Adversaries(nn.Module):
 
 
 def train_adversaries(context: Context, *, overlap: bool) -> Any:
-    """Each loss is for one optimizer, and that of the generator goes through a discriminator that is frozen."""
+    """Each loss is for one optimizer; the generator's loss goes through the frozen discriminator."""
     module = Adversaries()
     model = context.wrap(module, find_unused_parameters=True)
     optimizers = {
@@ -264,7 +264,7 @@ def what_cannot_be_added_is_refused(context: Context) -> None:
     with raises(ValueError, "1 trainable parameter(s)", "not in the module that was wrapped"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
     with raises(
-        RuntimeError, "'2.weight' and 1 more of the model has a DistributedOptimizer already", "a SGD"
+        RuntimeError, "'2.weight' and 1 more of the model cannot get a second DistributedOptimizer", "a SGD"
     ):
         optimizer.add_param_group({"params": list(module[2].parameters())})
     with raises(ValueError, "appear in more than one parameter group"):
@@ -319,5 +319,5 @@ def join_with_an_optimizer_overlapped(context: Context) -> Any:
 def join_of_16_bit_parameters_is_refused(context: Context) -> None:
     model = context.wrap(mlp().to(torch.bfloat16))
     offload(context, torch.optim.SGD(model.parameters(), lr=0.1), model)
-    with raises(ValueError, "torch.bfloat16", "equally many batches", "torch.autocast"), model.join():
+    with raises(ValueError, "torch.bfloat16", "the same number of batches", "torch.autocast"), model.join():
         pass

@@ -1,4 +1,4 @@
-"""Scenarios of optimizers that run in the memory devices; under torch's own classes they say what is expected."""
+"""Scenarios of optimizers in the memory devices; torch's own classes give the expected results."""
 
 from __future__ import annotations
 
@@ -270,7 +270,7 @@ def tables_that_forward_writes_to_are_updated_by_the_workers(context: Context) -
     model = context.wrap(nn.Embedding(10, 4, max_norm=1.0))
     from coarse.torch import DistributedOptimizer
 
-    with pytest.warns(UserWarning, match="the max_norm of parameter 'weight' has forward write to it"):
+    with pytest.warns(UserWarning, match="the max_norm of parameter 'weight' makes forward change it"):
         optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     assert not optimizer.runs_in_memory_devices
 
@@ -308,7 +308,7 @@ def gradients_that_are_rounded_leave_the_optimizer_on_the_workers(context: Conte
         warnings.simplefilter("always")
         optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     assert not optimizer.runs_in_memory_devices
-    assert "communication hook has gradients travel in torch.float16" in str(warned[0].message)
+    assert "communication hook sends gradients as torch.float16" in str(warned[0].message)
     model(context.inputs(0, 4, 8)).square().mean().backward()
     optimizer.step()
     assert_equal_on_all_workers(context, model.parameters())
@@ -687,7 +687,7 @@ def large_parameters_that_a_worker_leaves_out_overlapped(context: Context) -> An
 
 
 def clamp_weights(context: Context, *, overlap: bool) -> Any:
-    """What somebody writes to parameters between two steps is what training goes on with."""
+    """Training continues with values that are written to parameters between two steps."""
     module = wide_mlp()
     model = context.wrap(module)
     optimizer = offload(context, torch.optim.AdamW(model.parameters(), lr=1e-2), model, overlap=overlap)
@@ -750,7 +750,7 @@ def averages_are_evaluated_by_each_worker_for_itself_overlapped(context: Context
 
 
 def load_late(context: Context, *, overlap: bool) -> Any:
-    """What a worker loads, or scales, others do not see before they have done it too; then it is trained on."""
+    """Other workers see loaded or scaled values only after doing the same; then training continues with them."""
     module = wide_mlp()
     model = context.wrap(module)
     optimizer = offload(context, torch.optim.AdamW(model.parameters(), lr=1e-2), model, overlap=overlap)
@@ -1078,7 +1078,7 @@ def unsupported_optimizers_run_on_the_workers_and_say_so(context: Context) -> An
             warnings.simplefilter("always")
             optimizer = DistributedOptimizer(optimizer, model)
         assert [str(w.message) for w in caught] == [
-            "RMSprop runs on the workers, not in the memory devices: they know SGD, Adam, AdamW, Adagrad and "
+            "RMSprop runs on the workers, not in the memory devices: they support SGD, Adam, AdamW, Adagrad and "
             "SparseAdam of torch.optim, and coarse.torch.optim.Lion, not RMSprop"
         ]
         assert not optimizer.runs_in_memory_devices
@@ -1255,7 +1255,7 @@ def closing_gives_every_worker_parameters_of_its_own(context: Context) -> None:
 
 @offloaded_scenario(compare=False)
 def nobody_sees_half_a_parameter_between_steps(context: Context) -> None:
-    """A thread reads all the time; what it read while no step() was under way is of one version.
+    """A thread reads continuously; values that it read while no step() ran belong to one version.
 
     Every element starts at 0 and every gradient is 1, so that after k steps of learning rate 1 all are -k.
     """
@@ -1355,9 +1355,9 @@ def what_cannot_be_offloaded_is_refused(context: Context) -> None:
 
     module = mlp()
     model = context.wrap(module)
-    with raises(TypeError, "as coarse.torch.DistributedDataParallel wrapped it"):
+    with raises(TypeError, "wrapped by coarse.torch.DistributedDataParallel"):
         DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), module)
-    with raises(TypeError, "the one that torch.compile was given"):
+    with raises(TypeError, "the model that torch.compile was given"):
         DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), torch.compile(model))
     with raises(TypeError, "one of torch's optimizers, not of a list"):
         DistributedOptimizer(list(module.parameters()), model)
@@ -1376,7 +1376,7 @@ def what_cannot_be_offloaded_is_refused(context: Context) -> None:
     with raises(ValueError, "holds 1 trainable parameter(s)"):
         DistributedOptimizer(torch.optim.SGD([*module.parameters(), foreign], lr=0.1), model)
     optimizer = DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), model)
-    with raises(RuntimeError, "has a DistributedOptimizer already"):
+    with raises(RuntimeError, "cannot get a second DistributedOptimizer"):
         DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), model)
     optimizer.param_groups[0]["momentum"] = 0.9
     with raises(ValueError, "had no momentum"):
@@ -1425,7 +1425,7 @@ def updates_by_gradients_that_were_averaged_by_hand(context: Context) -> Any:
 def gradients_that_backward_uses_up_are_not_averaged_by_hand(context: Context) -> None:
     model = context.wrap(mlp())
     offload(context, torch.optim.SGD(model.parameters(), lr=0.1), model, overlap=True)
-    with raises(RuntimeError, "average_gradients() with overlap=True", "overlap=False"):
+    with raises(RuntimeError, "average_gradients() cannot be used with overlap=True", "overlap=False"):
         model.average_gradients()
 
 
@@ -1489,11 +1489,11 @@ def what_needs_gradients_after_an_overlapped_update_is_refused(context: Context)
     for step in range(2):
         loss_of(model, context, step).backward()
         for clip in (nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_):
-            with raises(RuntimeError, "no gradient to clip", "max_grad_norm=", "overlap=False"):
+            with raises(RuntimeError, "no gradient exists to clip", "max_grad_norm=", "overlap=False"):
                 clip(model.parameters(), 1.0)
         scaler = torch.amp.GradScaler(context.device.type)
         scaler.scale(torch.ones((), device=context.device))
-        with raises(RuntimeError, "no gradient to clip, scale", "overlap=False"):
+        with raises(RuntimeError, "no gradient exists to clip, scale", "overlap=False"):
             scaler.unscale_(optimizer)
         assert all(p.grad.shape == p.shape and "used up" in repr(p.grad) for p in module.parameters())
         assert all(p.grad is None for p in copy.deepcopy(module).parameters())
@@ -1507,7 +1507,7 @@ def what_needs_gradients_after_an_overlapped_update_is_refused(context: Context)
 
 @offloaded_scenario(compare=False)
 def a_schedule_that_the_loop_forgets_is_told(context: Context) -> None:
-    """Recovery steps it when a worker was restarted, and never else."""
+    """Recovery steps it after a worker's restart, and never otherwise."""
     from coarse.torch import Recovery
 
     for is_stepped in (True, False):
@@ -1522,7 +1522,7 @@ def a_schedule_that_the_loop_forgets_is_told(context: Context) -> None:
                 optimizer.step()
                 if is_stepped:
                     schedule.step()
-        told = [str(each.message) for each in caught if "the learning rate stands still" in str(each.message)]
+        told = [str(each.message) for each in caught if "the learning rate does not change" in str(each.message)]
         assert len(told) == (not is_stepped), caught
         model.close()
 
@@ -1537,7 +1537,7 @@ def two_overlapped_updates_without_a_step_are_refused(context: Context) -> None:
         optimizer.step()
     loss_of(model, context, 1).backward()
     before = [parameter.clone() for parameter in module.parameters()]
-    with raises(RuntimeError, "without a step() after it", "no_sync", "model.module", "overlap=False"):
+    with raises(RuntimeError, "no step() followed the last one", "no_sync", "model.module", "overlap=False"):
         loss_of(model, context, 2).backward()
     for parameter, value in zip(module.parameters(), before, strict=True):
         torch.testing.assert_close(parameter, value, rtol=0, atol=0)
@@ -1545,7 +1545,7 @@ def two_overlapped_updates_without_a_step_are_refused(context: Context) -> None:
 
 
 class ReadsDetached(nn.Module):
-    """Its backward needs the second weight again when that one's gradient is complete already."""
+    """Its backward needs the second weight again when the gradient of that weight is already complete."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The workers that run scenarios under torch DDP, or under COARSE in one of its ways."""
+"""Worker pools that run scenarios under torch DDP, or under one of COARSE's configurations."""
 
 from __future__ import annotations
 

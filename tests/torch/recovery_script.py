@@ -1,9 +1,9 @@
-"""Trains a small model with all that has state: dropout, batch norm, shuffled data, a scheduler. Run by a launcher.
+"""Trains a small model with all kinds of state: dropout, batch norm, shuffled data, a scheduler. Run by a launcher.
 
     recovery_script.py REPORT-FOLDER [bfloat16 | overlap] [stand-in-gpu]
 
 With bfloat16 it trains 16-bit parameters with momentum, instead of float32 ones with AdamW; with overlap parameters
-are updated in backward. With stand-in-gpu the processor is taken for a GPU (gpu_stand_in.py).
+are updated in backward. With stand-in-gpu the CPU stands for a GPU (gpu_stand_in.py).
 
 Each attempt appends its losses to REPORT-FOLDER/losses-RANK, as hexadecimal floats behind step numbers; the last
 one writes REPORT-FOLDER/end-RANK: a hash of parameters, buffers and optimizer state, the number of the attempt, and

@@ -1,8 +1,8 @@
-"""What a scenario is, and what scenarios train: run by name in the workers of a pool (parity_pool.py).
+"""Scenarios and the models that they train; the workers of a pool (parity_pool.py) run them by name.
 
-A scenario gets a Context, wraps modules with `context.wrap` and returns what must be equal under torch's class and
-COARSE's. Those with compare=False check by assertions what only COARSE promises. Inputs differ between workers and
-steps.
+A scenario receives a Context, wraps modules with `context.wrap` and returns results that must be equal under torch's
+class and COARSE's. Those with compare=False assert guarantees that only COARSE gives. Inputs differ between workers
+and steps.
 """
 
 from __future__ import annotations

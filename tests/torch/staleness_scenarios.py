@@ -1,4 +1,4 @@
-"""Scenarios of training with parameters that do not know of the last updates."""
+"""Scenarios of training with parameters that lack the last updates."""
 
 from __future__ import annotations
 

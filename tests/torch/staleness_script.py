@@ -1,4 +1,4 @@
-"""Worker 0 ends while its last update still waits for worker 1, which goes on when that one is about to exit.
+"""Worker 0 ends while its last update still waits for worker 1, which continues when worker 0 is about to exit.
 
     staleness_script.py FOLDER
 

@@ -1,7 +1,7 @@
-"""Scenarios of layers with sparse gradients, of which only rows travel.
+"""Scenarios of layers with sparse gradients: only rows are sent.
 
-What is expected is averaged by hand: torch's DDP divides sparse gradients more than once where a model has several
-parameters (seen with 2.13).
+The expected results are averaged by hand, because torch DDP divides sparse gradients more than once in models with
+several parameters (seen with 2.13).
 """
 
 from __future__ import annotations

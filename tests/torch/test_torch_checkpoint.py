@@ -1,4 +1,4 @@
-"""Checkpoints of PyTorch training: what is restored is what was saved, and everything else is refused by name."""
+"""Checkpoints of PyTorch training: loading restores the saved state; mismatches are refused with their names."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_one_worker_goes_on_from_what_two_have_left(left, caplog):
     assert {int(state["step"]) for state in optimizer.state.values()} == {3}
     assert scheduler.loaded["last_epoch"] == 3
     assert position.loaded == {"next": 3}
-    assert "saved by 2 workers, and now there are 1" in caplog.text
+    assert "saved by 2 workers, but this job has 1" in caplog.text
 
 
 class Recorder:
@@ -175,7 +175,7 @@ def test_states_without_a_name_are_refused(tmp_path):
     optimizer.state[model[0].weight][0] = torch.zeros(1)
     with (
         Checkpointer(tmp_path, model, optimizer) as checkpointer,
-        pytest.raises(CheckpointError, match=r"state of 0\.weight has an entry 0, whose name is no string"),
+        pytest.raises(CheckpointError, match=r"state of 0\.weight has an entry 0, whose name is not a string"),
     ):
         checkpointer.save()
 
@@ -289,7 +289,7 @@ def test_what_else_changes_a_parameter_while_it_is_copied_is_named():
 
     state = CopiedState(1, {"model.weight": weight}, {"model.weight"}, change)
     state.copy(state.order())
-    with pytest.raises(CheckpointError, match=r"model\.weight was changed by something else"):
+    with pytest.raises(CheckpointError, match=r"model\.weight was changed outside of the optimizer's step"):
         list(state.tensors)
 
 
@@ -306,7 +306,7 @@ def test_what_is_written_to_data_while_it_is_copied_is_named(monkeypatch):
     )
     state.copy(state.order())
     assert average._version == 0
-    with pytest.raises(CheckpointError, match=r"model\.average was changed by something else"):
+    with pytest.raises(CheckpointError, match=r"model\.average was changed outside of the optimizer's step"):
         list(state.tensors)
 
 
@@ -625,7 +625,7 @@ def test_a_checkpoint_without_an_optimizer_is_no_start_for_one(tmp_path):
     model = with_buffers()
     with Checkpointer(tmp_path, model, state={"random": RandomState()}) as checkpointer:
         checkpointer.save()
-    assert "holds no optimizer" in refused(tmp_path, model, make_adamw(model))
+    assert "contains no optimizer" in refused(tmp_path, model, make_adamw(model))
 
 
 def test_other_state_of_workers_is_named(tmp_path):
@@ -633,7 +633,7 @@ def test_other_state_of_workers_is_named(tmp_path):
     with torch.no_grad():
         model[0].weight += 1
     message = refused(tmp_path, model, optimizer, {"sampler": RandomState()})
-    assert "['random'], wanted is that of ['sampler']" in message
+    assert "['random'], but ['sampler'] is requested" in message
 
 
 def test_the_model_alone_can_be_restored_for_evaluation(tmp_path):
@@ -668,7 +668,7 @@ def test_a_folder_holds_one_training(tmp_path, caplog):
             take_steps(model, optimizer, steps=2, checkpointer=checkpointer)
             checkpointer.save()
         checkpointer.restore(step=2)
-        assert "newer checkpoints than that of step 2, up to step 4" in caplog.text
+        assert "checkpoints newer than that of step 2, up to step 4" in caplog.text
         take_steps(model, optimizer, steps=1, checkpointer=checkpointer)
         with pytest.raises(
             CheckpointError, match="of step 4, and this is step 3 of a training that did not go on"

@@ -1,4 +1,4 @@
-"""A job that loses a memory device is started again, and goes on from its newest checkpoint, bit for bit."""
+"""A job that loses a memory device is restarted, and resumes from its newest checkpoint, bitwise equal."""
 
 from __future__ import annotations
 

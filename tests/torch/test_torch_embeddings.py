@@ -1,4 +1,4 @@
-"""Gradients of large embedding tables go straight into their slots, and come out as under torch's DDP."""
+"""Gradients of large embedding tables are written directly into slots; results equal torch DDP's."""
 
 from __future__ import annotations
 

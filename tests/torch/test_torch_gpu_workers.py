@@ -1,4 +1,4 @@
-"""Workers whose gradients take the way of a GPU's: what goes wrong is told by its type, and nothing hangs."""
+"""Workers whose gradients take a GPU's path: faults raise errors of the right type, and nothing hangs."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_memory_devices_on_another_gpu_are_reached_without_the_host(cuda_stand_i
     printed = run_script("stand-in", STAND_IN_GPUS="2", COARSE_MEMORY_DEVICES="cuda:1,cuda:1", **libraries)
     check_loss(printed)
     assert "go through the host" not in printed
-    assert "while the processor waits" not in printed
+    assert "are copied synchronously" not in printed
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_memory_devices_on_a_gpu_out_of_reach_are_copied_to_by_streams_and_a_war
     printed = run_script("stand-in", COARSE_MEMORY_DEVICES="cuda:1,cuda:1", **apart, **libraries)
     check_loss(printed)
     assert "so tensors go through the host" in printed
-    assert "while the processor waits" not in printed
+    assert "are copied synchronously" not in printed
 
 
 def test_parameters_on_the_processor_take_no_way_of_a_gpu():

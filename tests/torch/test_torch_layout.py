@@ -1,4 +1,4 @@
-"""How tensors are copied, by what torch is asked to do: between GPUs that this machine need not have."""
+"""Copies of tensors between GPUs, checked through the calls to torch, without these GPUs."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""Optimizers in the memory devices: the results of torch's, and what is promised beyond them.
+"""Optimizers in the memory devices: torch's results, and further guarantees.
 
 Each scenario of optimizer_scenarios.py, optimizer_parts_scenarios.py and narrow_optimizer_scenarios.py runs with the
-same seeds in two workers
-under torch's classes and COARSE's, for 200 steps where it says nothing else. Parameters and state must agree within
-the scenario's tolerance.
+same seeds in two workers under torch's classes and COARSE's, for 200 steps by default. Parameters and state must
+agree within the scenario's tolerance.
 """
 
 from __future__ import annotations
@@ -226,7 +225,7 @@ def test_memory_that_is_gone_when_it_is_reserved_leaves_the_model_as_it_was() ->
     said = launch(COARSE_RUN, Path(__file__).parent / "memory_shortage_script.py", ())
     assert said.count("averages as before") == 2
     assert "memory for states needs 2.0 MiB of host memory, 1.0 MiB are available" in said
-    assert "another worker of the job cannot have the memory" in said
+    assert "another worker of the job cannot allocate the memory" in said
 
 
 @pytest.mark.parametrize("name", COARSE_ONLY)

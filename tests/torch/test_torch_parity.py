@@ -1,8 +1,7 @@
-"""coarse.torch.DistributedDataParallel trains to the same parameters as torch's, on every semantic it
-promises.
+"""coarse.torch.DistributedDataParallel trains to the same parameters as torch's, for all promised semantics.
 
 Each scenario of parity_scenarios.py runs with the same seeds in two workers under both classes. With two
-workers a sum has one order of additions, and halving is exact, so that results must be equal bit by bit
+workers a sum has one order of additions, and halving is exact. Therefore results must be bitwise equal
 unless the scenario states a tolerance.
 """
 

@@ -1,6 +1,6 @@
-"""With the partition tables of the paper's machines models come to what they do by memory devices on the host.
+"""With the partition tables of the paper's machines, training gives the same results as with devices on the host.
 
-GPUs are stand-ins, of which those reach each other's memory that do on the machine; results are compared bit by bit.
+GPUs are stand-ins that can access each other's memory as on the real machine. Results are compared bit by bit.
 """
 
 from __future__ import annotations

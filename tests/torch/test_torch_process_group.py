@@ -1,5 +1,4 @@
-"""How workers come together: with torch's process group, without one, and what is said when somebody is
-missing.
+"""The rendezvous of workers: with torch's process group, without one, and the errors for missing workers.
 
 Workers find each other through a store that the test serves on a port of the system's choice, as torchrun's
 agent does.
@@ -103,7 +102,7 @@ def test_a_missing_worker_is_named(job: dict[str, str]) -> None:
     assert status != 0
     assert "RendezvousError" in errors.splitlines()[-1]
     assert "[w1] 5 s: waiting for worker 0" in errors
-    assert "worker 1: after 6.0 s worker 0 has not come" in errors.splitlines()[-1]
+    assert "worker 1: worker 0 did not join within 6.0 s" in errors.splitlines()[-1]
     [(status, _, errors)] = run([(TRAIN, {**job, "RANK": "0", "COARSE_TIMEOUT_S": "6"})])
     assert status != 0
     assert errors.count("workers 0 have joined, waiting for 1") == 2  # after 5 s, and in the error
@@ -137,7 +136,7 @@ def test_a_duplicate_rank_is_refused(job: dict[str, str]) -> None:
         refused = _first_to_end(processes)
         _, errors = refused.communicate(timeout=TIMEOUT_S)
     assert refused.returncode != 0
-    assert "another process has joined as rank 0" in errors
+    assert "another process has already joined as rank 0" in errors
     del store
 
 
@@ -179,7 +178,7 @@ def test_a_master_that_does_not_answer_is_named() -> None:
     variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
     [(status, _, errors)] = run([(TRAIN, {**variables, "COARSE_TIMEOUT_S": "2"})])
     assert status != 0
-    assert f"nobody answered at localhost:{port}" in errors.splitlines()[-1]
+    assert f"no process answered at localhost:{port}" in errors.splitlines()[-1]
 
 
 def test_a_master_that_takes_connections_and_says_nothing_is_named() -> None:
@@ -189,8 +188,8 @@ def test_a_master_that_takes_connections_and_says_nothing_is_named() -> None:
         variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
         [(status, _, errors)] = run([(TRAIN, {**variables, "COARSE_TIMEOUT_S": "2"})])
     assert status != 0
-    assert f"nobody answered at localhost:{port} within" in errors.splitlines()[-1]
-    assert "s (it takes the connection and says nothing)" in errors.splitlines()[-1]
+    assert f"no process answered at localhost:{port} within" in errors.splitlines()[-1]
+    assert "s (it accepts the connection, but does not answer)" in errors.splitlines()[-1]
 
 
 SERVER = """
@@ -226,8 +225,8 @@ def test_a_store_that_stops_answering_is_given_up(job: dict[str, str]) -> None:
             server.kill()
     assert status != 0
     last = errors.splitlines()[-1]
-    assert "RendezvousError: the store by which workers meet" in last
-    assert "has not answered within 2.0 s (COARSE_TIMEOUT_S). It is stopped" in last
+    assert "RendezvousError: the workers' store, which worker 0" in last
+    assert "has not answered within 2.0 s (COARSE_TIMEOUT_S). It may be stopped" in last
 
 
 @pytest.mark.parametrize("group", ["", "group = dist.group.WORLD\n"], ids=["its own", "the script's too"])
@@ -254,7 +253,7 @@ def test_what_a_stranger_writes_to_the_store_is_refused(job: dict[str, str]) -> 
     [(status, _, errors)] = run([(TRAIN, {**job, "RANK": "1", "COARSE_JOB_SECRET": "s" * 32})])
     assert status != 0
     assert "RendezvousError: refused 'coarse/door/name/1/1'" in errors.splitlines()[-1]
-    assert "Somebody outside of the job has written it" in errors.splitlines()[-1]
+    assert "Either a process outside the job wrote it" in errors.splitlines()[-1]
     del store
 
 
@@ -347,7 +346,7 @@ def test_a_forward_that_others_do_not_call_is_told_with_what_to_do(job: dict[str
     with started([(script, {**job, "RANK": str(rank)}) for rank in range(2)]) as (first, _):
         last = first.communicate(timeout=TIMEOUT_S)[1].strip().splitlines()[-1]
     assert "SyncTimeoutError: worker 0: waited 3.0 s for 'buffers'" in last
-    assert "who evaluates alone calls model.module" in last
+    assert "To evaluate on one worker, call model.module" in last
 
 
 def test_nothing_of_torch_is_imported_with_coarse() -> None:
@@ -375,4 +374,4 @@ except RuntimeError as error:
     assert status == 0, errors
     first, second = output.splitlines()
     assert first == "DistributedDataParallel"
-    assert "call torch.distributed.init_process_group() before" in second
+    assert "call torch.distributed.init_process_group() first" in second

@@ -1,4 +1,4 @@
-"""Whatever processes of a job are killed or stopped, and whenever, it ends with the bits of one left alone."""
+"""If any processes of a job are killed or stopped at any time, its results equal an undisturbed job's bitwise."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Strike:
     """A signal to one process of a job."""
 
     whom: str
-    """Whose command line it is in: of workers, or of memory devices."""
+    """Text in the command line of the targets: workers or memory devices."""
     number: signal.Signals
     stopped_s: float
-    """Of SIGSTOP: when SIGCONT follows."""
+    """Seconds from SIGSTOP until SIGCONT."""
     step: int
-    """Worker 0 has begun it."""
+    """The strike follows after worker 0 has begun this step."""
     later_s: float
 
     def __call__(self, job: subprocess.Popen[bytes], losses_file: Path, draw: random.Random) -> None:
@@ -55,7 +55,7 @@ def num_lines(path: Path) -> int:
 
 
 def processes_below(job: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    """But for those of the launcher."""
+    """All descendants, except the launcher's own processes."""
     with contextlib.suppress(psutil.NoSuchProcess):
         found = psutil.Process(job.pid).children(recursive=True)
         return [
@@ -106,7 +106,7 @@ def disturbed_job(draw: random.Random) -> DisturbedJob:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[str, ...]], Path]:
-    """Has the reports of a job that was left alone, by its arguments."""
+    """Returns the reports of an undisturbed job, by its arguments."""
 
     @functools.cache
     def reports(arguments: tuple[str, ...]) -> Path:

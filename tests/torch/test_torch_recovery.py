@@ -1,5 +1,5 @@
-"""A job whose workers are killed goes on from the memory devices, bit for bit, under `coarse run` and torchrun; one
-that loses memory devices, from their neighbours' copies.
+"""A job whose workers are killed resumes from the memory devices, bitwise equal, under `coarse run` and torchrun. A
+job that loses memory devices resumes from their neighbours' replicas.
 """
 
 from __future__ import annotations
@@ -227,4 +227,4 @@ def test_a_job_goes_on_from_the_neighbours_copy(
     assert went_on_from <= lost[-1][1], printed
     assert digests == ends(undisturbed)[0]
     assert losses(disturbed) == losses(undisturbed)
-    assert "its neighbour too (COARSE_REPLICAS)" in printed
+    assert "Its neighbour has a copy of its contents (COARSE_REPLICAS)" in printed

@@ -1,4 +1,4 @@
-"""SlotTurns: gradients that wait for a slot go there when it is free, not only when backward ends."""
+"""SlotTurns: waiting gradients move to their slot as soon as it is free, not only when backward ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers with sparse gradients: results of torch's DDP and of its optimizers, by rows that travel alone."""
+"""Layers with sparse gradients: the results of torch DDP and its optimizers, while only rows are sent."""
 
 from __future__ import annotations
 

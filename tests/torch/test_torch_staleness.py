@@ -1,4 +1,4 @@
-"""Training with bounded staleness: results are those by hand, and no worker lags further than allowed."""
+"""Training with bounded staleness: results equal a manual computation, and no worker lags more than allowed."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Training loops of any parts give under COARSE what they give under torch DDP and torch's optimizers.
+"""Random training loops give the same results under COARSE as under torch DDP and torch's optimizers.
 
-Scenarios elsewhere are each about one thing; here things meet that nobody thought of together.
+Other scenarios test one feature each; these test unplanned combinations.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Workers on a GPU whose slots CUDA cannot pin: told once, with the reason, and trained by the processor's copies."""
+"""Workers on a GPU whose slots CUDA cannot pin: one warning with the reason, and training with CPU copies."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def test_the_processor_copies_what_cannot_be_pinned(
     }
     ends, printed = train(tmp_path, memory_devices, "0,0", **refuses)
     assert ends == on_the_processor, printed
-    warnings = [line for line in printed.splitlines() if "which takes longer: cuMemHostRegister: " in line]
+    warnings = [line for line in printed.splitlines() if "which is slower: cuMemHostRegister: " in line]
     assert len(warnings) == WORKERS, printed
     for warning in warnings:
-        assert "gradients of model0/gradients are copied while the processor waits" in warning
+        assert "gradients of model0/gradients are copied synchronously" in warning
         assert re.search(rf"pinning [1-9]\d* [KM]iB of host memory; {REASONS[result]}", warning)

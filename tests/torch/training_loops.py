@@ -1,6 +1,6 @@
-"""Training loops as data: models of any pieces, trained by steps of any parts, under torch's classes or COARSE's.
+"""Training loops as data: models and steps of random parts, under torch's classes or COARSE's.
 
-Strategies (`training_loops()`) make them in the process of the tests, workers of a pool run them (`run`).
+Strategies (`training_loops()`) create them in the test process; workers of a pool run them (`run`).
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def test_an_optimizer_is_not_offloaded_where_another_way_shards_it():
     class Sharding(Accelerator):
         distributed_type = DistributedType.FSDP
 
-    with pytest.raises(ValueError, match="offload_optimizer does not go with FSDP"):
+    with pytest.raises(ValueError, match="offload_optimizer cannot be combined with FSDP"):
         Sharding(cpu=True, offload_optimizer=True)
 
 

@@ -190,7 +190,7 @@ def accelerated(offload_optimizer: bool) -> nn.Module:
     bare = torch.optim.AdamW(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.ExponentialLR(bare, 0.9)
     if offload_optimizer:
-        with pytest.raises(ValueError, match="parameters of no model that was set up"):
+        with pytest.raises(ValueError, match="no parameters of a model that was set up"):
             accelerator.prepare(bare)
     model, optimizer, schedule = accelerator.prepare(model, bare, schedule)
     assert isinstance(optimizer.optimizer, DistributedOptimizer) is offload_optimizer

@@ -72,7 +72,7 @@ def test_what_was_asked_for_is_not_measured(nccl, algorithm):
 
 
 def test_nccl_needs_gpus(nccl):
-    with pytest.raises(ValueError, match="memory devices are in host, numa:0, and NCCL reduces between GPUs"):
+    with pytest.raises(ValueError, match="memory devices are in host, numa:0, but NCCL reduces between GPUs"):
         algorithms.check_nccl(table("host", "numa:0"))
 
 

@@ -94,7 +94,7 @@ def test_a_variable_that_cannot_be_is_a_failure(monkeypatch):
     monkeypatch.setenv("COARSE_ALGORITHM", "bad")
     (finding,) = doctor.settings_findings(MEMORY)
     assert finding.status == doctor.FAILED
-    assert finding.value.startswith("COARSE_ALGORITHM='bad' is none of auto, ")
+    assert finding.value.startswith("COARSE_ALGORITHM='bad' must be one of auto, ")
 
 
 def test_memory_without_cores_is_named_as_possible_cxl():

@@ -45,7 +45,7 @@ def test_routes_of_the_papers_machines(tmp_path, capsys, machine, expected):
     shown = capsys.readouterr().out
     assert f"{machine}: {len(expected)} workers, {len(expected)} memory devices; simulated" in shown
     assert "has the lowest latency" in shown
-    assert "smallest tested size with 90%" in shown
+    assert "smallest tested size that reaches 90%" in shown
     assert "dual_sync" not in document
 
 
@@ -79,7 +79,7 @@ def test_the_last_profile_of_this_machine(tmp_path):
     assert document["origin"] == str(cache_path(key))
     # In the host's memory a session stays local whatever the profile says, and says so.
     assert routes(document) == [(0, 1), (1, 0)]
-    assert document["session"][0].startswith("routes: local, because in the host's memory")
+    assert document["session"][0].startswith("routes: local, because shards in the host's memory")
     assert document["session"][1:3] == ["w0: md0", "w1: md1"]
     assert plan(tmp_path, "--profile", "cached")["kind"] == "measured"
 

@@ -106,23 +106,26 @@ def test_a_flag_beats_what_the_environment_says_in_another_way(tmp_path):
         (("--memory-devices", "host,dax:/dev/null"), "is a character device, but no DAX device"),
         (
             ("--partition-table", "aws-p3"),
-            "partition table aws-p3 is for 4 workers, this job has 2 on this node",
+            "partition table aws-p3 is for 4 workers, but this job has 2 on this node",
         ),
         (("--partition-table", "nowhere"), "no partition table is named .nowhere."),
-        (("--partition-table", "aws-p3", "--memory-devices", "2"), "COARSE_MEMORY_DEVICES does not go with"),
+        (
+            ("--partition-table", "aws-p3", "--memory-devices", "2"),
+            "COARSE_MEMORY_DEVICES cannot be combined with",
+        ),
         (("--algorithm", "nccl"), "COARSE_ALGORITHM=nccl: memory devices are in host, host"),
-        (("--keep-devices", "9", "--replicas", "1", "--memory-devices", "1"), "there is one device only"),
-        (("--algorithm", "ring", *TWO_NODES), "'ring' works within one node, and this job has 2"),
+        (("--keep-devices", "9", "--replicas", "1", "--memory-devices", "1"), "there is only one; start two"),
+        (("--algorithm", "ring", *TWO_NODES), "'ring' works only within one node, but this job has 2"),
         (("--keep-devices", "9", *TWO_NODES), "memory devices are kept within one node"),
         (
             ("--memory-devices", "cuda:0", "--routing", "profile", *TWO_NODES),
-            "COARSE_ROUTING=profile works within one node",
+            "COARSE_ROUTING=profile works only within one node",
         ),
         (
             ("--memory-devices", "cuda:0", "--routing", "profile", "--keep-devices", "9"),
-            "COARSE_ROUTING=profile does not go with COARSE_KEEP_DEVICES and memory devices on GPUs",
+            "COARSE_ROUTING=profile cannot be combined with COARSE_KEEP_DEVICES and memory devices on GPUs",
         ),
-        (("--memory-devices", "cuda:0", "--profile", "refresh"), "links to which are measured when"),
+        (("--memory-devices", "cuda:0", "--profile", "refresh"), "whose links are measured when"),
     ],
 )
 def test_memory_devices_that_cannot_be_are_refused_before_anything_starts(flags, message):

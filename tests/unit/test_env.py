@@ -35,8 +35,8 @@ def test_identity_is_what_the_launcher_says(environ, expected):
     [
         ({"RANK": "0"}, "WORLD_SIZE is not set although other launcher variables are.*coarse run"),
         ({"WORLD_SIZE": "2"}, "RANK is not set"),
-        ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK='one' is no whole number"),
-        ({"RANK": "0", "WORLD_SIZE": ""}, "WORLD_SIZE='' is no whole number"),
+        ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK='one' is not a whole number"),
+        ({"RANK": "0", "WORLD_SIZE": ""}, "WORLD_SIZE='' is not a whole number"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 does not fit WORLD_SIZE=2: ranks run from 0 to 1"),
         ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "2"}, "LOCAL_RANK=2 does not fit"),
     ],

@@ -40,7 +40,7 @@ def test_what_was_tried_is_told() -> None:
     assert told.startswith(
         "1024 MiB took 20.00 ms through the memory devices, 10.00 ms by NCCL between the workers"
     )
-    assert told.endswith("12.50 ms half and half")
+    assert told.endswith("12.50 ms half by each")
 
 
 @pytest.mark.parametrize(

@@ -106,9 +106,9 @@ def test_workers_are_taken_to_be_on_gpus_without_memory_devices_where_these_suff
 
 
 def test_a_gpu_that_is_not_there_is_refused():
-    with pytest.raises(ValueError, match="GPU 8 is none of the 8 GPUs"):
+    with pytest.raises(ValueError, match="GPU 8 is not one of the 8 GPUs"):
         pair_gpus(AWS_P3, workers=(8,), devices=(0,))
-    with pytest.raises(ValueError, match="need a memory device"):
+    with pytest.raises(ValueError, match="need at least one memory device"):
         pair_gpus(AWS_P3, workers=(0,), devices=())
 
 
@@ -185,9 +185,9 @@ def test_topology_is_read_from_nvml_and_sysfs(tmp_path):
 
 def test_what_is_no_bus_id_is_refused():
     assert normal_bus_id("00000000:17:00.0") == "0000:17:00.0"
-    with pytest.raises(ValueError, match="'17' is no PCI bus id"):
+    with pytest.raises(ValueError, match="'17' is not a PCI bus id"):
         normal_bus_id("17")
-    with pytest.raises(ValueError, match="NVML knows no GPU GPU-8"):
+    with pytest.raises(ValueError, match="NVML has no GPU GPU-8"):
         AWS_P3.find("GPU-8")
 
 
@@ -200,7 +200,7 @@ def test_tables_that_contradict_themselves_are_refused():
             distances=((Distance.SAME, Distance.SWITCH), (Distance.SYSTEM, Distance.SAME)),
             nvlinks=zeros,
         )
-    with pytest.raises(ValueError, match="distances are no square of 2 GPUs"):
+    with pytest.raises(ValueError, match="distances are not a square matrix for 2 GPUs"):
         GpuTopology(gpus=gpus, distances=((Distance.SAME,),), nvlinks=zeros)
 
 

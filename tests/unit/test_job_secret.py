@@ -30,7 +30,9 @@ def test_what_was_sealed_is_there_again(secret, value):
     ids=["nothing", "no proof", "another secret", "another key", "more", "less"],
 )
 def test_what_a_stranger_has_written_is_refused_by_name(written):
-    with pytest.raises(RendezvousError, match=r"refused 'devices/0'.*COARSE_JOB_SECRET. Somebody outside"):
+    with pytest.raises(
+        RendezvousError, match=r"refused 'devices/0'.*COARSE_JOB_SECRET. Either a process outside"
+    ):
         OURS.open("devices/0", written)
 
 
@@ -53,5 +55,5 @@ def test_a_secret_is_never_shown():
 def test_the_environment_gives_it_unless_it_can_be_guessed():
     assert job_secret({"COARSE_JOB_SECRET": "s" * 16}) == JobSecret(b"s" * 16)
     assert job_secret({}) == JobSecret()
-    with pytest.raises(RendezvousError, match="has 15 characters, which can be guessed"):
+    with pytest.raises(RendezvousError, match="has 15 characters, too few to be safe"):
         job_secret({"COARSE_JOB_SECRET": "s" * 15})

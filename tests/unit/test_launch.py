@@ -66,8 +66,8 @@ def test_tf_config_counts_the_chief_first(kind, index, rank):
     ("variables", "said"),
     [
         ({"TF_CONFIG": "{"}, "cannot be read"),
-        (tf_config({"type": "ps", "index": 0}, worker=["a:1", "b:2"]), "no servers"),
-        (tf_config({"type": "worker", "index": 0}, worker=["a", "b"]), "no host:port"),
+        (tf_config({"type": "ps", "index": 0}, worker=["a:1", "b:2"]), "no parameter servers"),
+        (tf_config({"type": "worker", "index": 0}, worker=["a", "b"]), "is not host:port"),
         (tf_config({"type": "worker", "index": 2}, worker=["a:1", "b:2"]), "RANK=2 does not fit"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR"),
     ],
@@ -78,7 +78,7 @@ def test_what_cannot_be_is_refused(variables, said):
 
 
 def test_a_store_that_nobody_serves_is_missed_by_name():
-    with pytest.raises(RendezvousError, match="nobody answered at stores/nobody within 0 s"):
+    with pytest.raises(RendezvousError, match="no process answered at stores/nobody within 0 s"):
         SocketStore(LocalAddress("nobody"), timeout_s=0.05)
 
 

@@ -29,7 +29,7 @@ def test_without_a_profile_everything_stays_local():
     assert routes(plan_without) == [(0, 0), (0, 0), (1, 1)]
     assert plan_without.shard_bytes == DEFAULT_SHARD_BYTES
     assert plan_without.decisions[0] == "links: from a test"
-    assert "for want of a profile" in plan_without.decisions[1]
+    assert "because no profile is available" in plan_without.decisions[1]
 
 
 def test_an_emulated_profile_decides_routes_and_shard_size():
@@ -53,7 +53,7 @@ def test_host_memory_keeps_the_default_shards_and_says_why():
 def test_in_host_memory_shards_stay_where_they_are():
     made = plan(profile_of(kind=MEASURED, local=(5, 4.5), remote=(10, 8)))
     assert routes(made) == [(0, 0), (1, 1)]
-    assert "a shard stays where it is" in made.decisions[1]
+    assert "shards in the host's memory are not moved" in made.decisions[1]
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_what_is_set_by_hand_wins():
     )
     assert made.shard_bytes == 12345
     assert {table.threshold_bytes for table in made.tables} == {777}
-    assert "COARSE_SHARD_BYTES says so" in made.decisions[-1]
+    assert "set by COARSE_SHARD_BYTES" in made.decisions[-1]
     assert "COARSE_ROUTING_THRESHOLD_BYTES=777" in made.decisions[2]
 
 

@@ -98,7 +98,7 @@ def test_check_names_file_and_line(tmp_path, capsys):
     wrong.write_text('description = "x"\n[topology]\nkind = "cpus"\n')
     code, text = run(capsys, "check", str(wrong))
     assert (code, text.out) == (1, "")
-    assert text.err == f"coarse machine: {wrong}:3: kind 'cpus' is none of gpus, expanders\n"
+    assert text.err == f"coarse machine: {wrong}:3: kind 'cpus' must be one of gpus, expanders\n"
     code, text = run(capsys, "check", str(wrong), "--json")
     assert code == 1
     assert json.loads(text.out)["error"].startswith(f"{wrong}:3:")

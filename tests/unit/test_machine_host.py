@@ -128,9 +128,9 @@ def test_what_the_kernel_kills_when_memory_runs_out_is_known(tmp_path, cgroups, 
     watch = OutOfMemoryWatch(killed(1, 4))
     assert watch.evidence() == ""
     killed(1, 5)
-    assert "processes of this machine, which ran out of memory" in watch.evidence()
+    assert "processes because this machine ran out of memory" in watch.evidence()
     killed(2, 6)
-    assert "this control group, which may have 2 MiB of memory and ran out" in watch.evidence()
+    assert "this control group, which reached its memory limit of 2 MiB" in watch.evidence()
 
 
 def test_where_nothing_is_told_of_kills_nothing_is_said(tmp_path):

@@ -178,7 +178,7 @@ def test_tables_of_the_papers_runs_fit_their_machines(name):
 
 
 def test_too_few_gpus_are_counted():
-    with pytest.raises(ValueError, match="3 workers and 2 memory devices need 5 GPUs, sdsc-p100 has 4"):
+    with pytest.raises(ValueError, match="3 workers and 2 memory devices need 5 GPUs, but sdsc-p100 has 4"):
         link_table(MACHINES["sdsc-p100"], PartitionTable.even(num_workers=3, num_devices=2))
 
 
@@ -205,8 +205,8 @@ PATH = Path(latency_us=1, buckets=(0,))
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_devices": 0}, "one of each at least"),
-        ({"num_devices": 2}, "a square of 3 endpoints"),
+        ({"num_devices": 0}, "at least one of each"),
+        ({"num_devices": 2}, "a square matrix for 3 endpoints"),
         ({"paths": ((None, None), (PATH, None))}, "path from worker 0 to md0"),
         ({"paths": ((PATH, PATH), (PATH, None))}, "path from worker 0 to worker 0"),
         ({"buckets": ()}, r"buckets \[0\] are not all among the 0"),

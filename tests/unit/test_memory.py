@@ -118,7 +118,7 @@ def test_a_shortage_gives_both_numbers_and_takes_nothing():
 @pytest.mark.parametrize(
     ("limit", "most", "told"),
     [
-        (resource.RLIMIT_FSIZE, NUM_BYTES - 1, r"^test needs .* MiB in one piece, and a file .* `ulimit -f"),
+        (resource.RLIMIT_FSIZE, NUM_BYTES - 1, r"^test needs .* MiB in one piece\. .* a file .* `ulimit -f"),
         (resource.RLIMIT_NOFILE, 0, r"for coarse-test: Too many open files$"),
     ],
 )

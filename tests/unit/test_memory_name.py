@@ -33,22 +33,22 @@ def test_a_place_may_hold_colons():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("tape", "kind 'tape' is none of host, numa, dax, cuda"),
-        ("", "kind '' is none of"),
-        ("host:1", "memory of kind host is one"),
+        ("tape", "kind 'tape' must be one of host, numa, dax, cuda"),
+        ("", "kind '' must be one of"),
+        ("host:1", "memory of kind host takes no place"),
         (
             "numa",
-            "node '' is no number of a NUMA node; write one such as numa:2, or node = 2 in a partition table",
+            "node '' is not the number of a NUMA node; write numa:2, for example, or node = 2 in a partition table",
         ),
-        ("numa:-1", "node '-1' is no number"),
-        ("numa:two", "node 'two' is no number"),
-        ("dax", "path '' is no path"),
+        ("numa:-1", "node '-1' is not the number"),
+        ("numa:two", "node 'two' is not the number"),
+        ("dax", "path '' is not an absolute path"),
         (
             "cuda",
-            "device '' is no ordinal of a GPU; write one such as cuda:4, or device = .cuda:4. in a partition table",
+            "device '' is not the ordinal of a GPU; write cuda:4, for example, or device = .cuda:4. in a partition table",
         ),
-        ("cuda:all", "device 'all' is no ordinal"),
-        ("dax:dax0.0", "path 'dax0.0' is no path from / on"),
+        ("cuda:all", "device 'all' is not the ordinal"),
+        ("dax:dax0.0", "path 'dax0.0' is not an absolute path"),
     ],
 )
 def test_what_is_no_name_is_refused(text, message):
@@ -74,5 +74,5 @@ def test_a_list_has_a_memory_for_each_device():
 
 @pytest.mark.parametrize("text", ["", "  ", "host,", "many", "1.5"])
 def test_what_is_neither_is_refused(text):
-    with pytest.raises(ValueError, match=r"no memory device|is none of"):
+    with pytest.raises(ValueError, match=r"no memory device|must be one of"):
         parse_memory_devices(text)

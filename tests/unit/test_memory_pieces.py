@@ -39,7 +39,7 @@ def test_only_the_last_piece_may_end_within_a_page():
     whole, part = on_gpu("GPU-a", PAGE), Segment(os.memfd_create("test"), 100, Extent(0, PAGE, "GPU-b"))
     sealed = HostMemory().allocate("test", 100)
     for pieces in ([part, whole], [sealed, whole]):
-        with pytest.raises(ValueError, match="a piece of 100 bytes is no whole number of pages"):
+        with pytest.raises(ValueError, match="a piece of 100 bytes is not a whole number of pages"):
             Segment.joined(pieces)
     assert Segment.joined([whole, part]).num_bytes == PAGE + 100
     for segment in (whole, part, sealed):

@@ -64,13 +64,13 @@ def test_descriptors_that_a_process_may_not_have_are_no_fault_of_the_peer():
     with channels() as (ours, theirs):
         with (
             no_more_open_files(),
-            pytest.raises(CoarseError, match=r"may have no more open files.*ulimit -n"),
+            pytest.raises(CoarseError, match=r"has reached its limit of .* open files.*ulimit -n"),
         ):
             ours.send({"type": "memory"}, [0, 1])
         ours.send({"type": "memory"}, [0, 1])
         with (
             no_more_open_files(),
-            pytest.raises(CoarseError, match=r"may have no more open files.*ulimit -n"),
+            pytest.raises(CoarseError, match=r"has reached its limit of .* open files.*ulimit -n"),
         ):
             theirs.receive()
 

@@ -83,7 +83,9 @@ def test_what_the_kernel_does_not_say_leaves_workers_as_they_are(machine, caplog
     machine.nodes = []
     table = even_table("numa:0", "numa:1")
     assert pair_with_nearest(table) is table
-    assert "the system does not say how far V100 (0000:00:00.0) is from NUMA node 0" in caplog.text
+    assert (
+        "the system does not report the distance between V100 (0000:00:00.0) and NUMA node 0" in caplog.text
+    )
 
 
 @pytest.mark.parametrize("memories", [("host", "host"), ("numa:0", "numa:0"), ("host", "numa:1")])

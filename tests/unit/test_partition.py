@@ -165,9 +165,9 @@ def test_a_threshold_below_one_byte_is_refused():
 
 
 def test_an_unknown_algorithm_is_refused_with_the_choices():
-    with pytest.raises(ValueError, match="'magic' is none of auto, gather, direct, ring"):
+    with pytest.raises(ValueError, match="'magic' must be one of auto, gather, direct, ring"):
         plan_partition(specs_of([("float32", 1)]), shard_bytes=1, gather_bytes=0, algorithm="magic")
-    with pytest.raises(ValueError, match="'auto' for large tensors is none of"):
+    with pytest.raises(ValueError, match="'auto' for large tensors must be one of"):
         plan_partition(specs_of([("float32", 1)]), shard_bytes=1, gather_bytes=0, large_algorithm="auto")
 
 

@@ -36,18 +36,18 @@ DEVICE = "[[memory_device]]\n"
             "worker 0 has two memory devices: 0 and 1",
         ),
         (DEVICE + "workers = [1]\n", 1, "worker 0 has no memory device although worker 1 has one"),
-        (DEVICE + "workers = [-1]\n", 2, "no list of local ranks"),
-        (DEVICE + 'workers = ["a"]\n', 2, "no list of local ranks"),
-        (DEVICE + "workers = [true]\n", 2, "no list of local ranks"),
+        (DEVICE + "workers = [-1]\n", 2, "not a list of local ranks"),
+        (DEVICE + 'workers = ["a"]\n', 2, "not a list of local ranks"),
+        (DEVICE + "workers = [true]\n", 2, "not a list of local ranks"),
         (DEVICE + "workers = []\n", 1, "no memory device has a worker"),
-        (DEVICE + 'kind = "tape"\nworkers = [0]\n', 2, "kind 'tape' is none of host"),
+        (DEVICE + 'kind = "tape"\nworkers = [0]\n', 2, "kind 'tape' must be one of host"),
         (DEVICE + "size = 3\n", 1, "expected `workers` and `kind`"),
         (DEVICE + 'kind = "numa"\nworkers = [0]\n', 2, "kind 'numa' needs a key such as node = 2"),
-        (DEVICE + 'kind = "numa"\nworkers = [0]\nnode = -1\n', 4, "node '-1' is no number"),
+        (DEVICE + 'kind = "numa"\nworkers = [0]\nnode = -1\n', 4, "node '-1' is not the number"),
         (
             DEVICE + 'kind = "numa"\nworkers = [0]\nnode = true\n',
             4,
-            "memory_device 0: found node=True, expected one such as node = 2",
+            "memory_device 0: found node=True, expected a value such as node = 2",
         ),
         (
             DEVICE + 'kind = "numa"\nworkers = [0]\npath = "/dev/dax0.0"\n',
@@ -58,14 +58,18 @@ DEVICE = "[[memory_device]]\n"
         (
             DEVICE + "workers = [0]\n" + DEVICE + 'kind = "numa"\nnode = "0"\n',
             5,
-            "memory_device 1: found node='0', expected one such as node = 2",
+            "memory_device 1: found node='0', expected a value such as node = 2",
         ),
-        (DEVICE + 'kind = "numa"\nworkers = [0]\nnode = 1.0\n', 4, "found node=1.0, expected one"),
-        (DEVICE + 'kind = "dax"\nworkers = [0]\npath = "dax0.0"\n', 4, "path 'dax0.0' is no path from /"),
+        (DEVICE + 'kind = "numa"\nworkers = [0]\nnode = 1.0\n', 4, "found node=1.0, expected a value"),
+        (
+            DEVICE + 'kind = "dax"\nworkers = [0]\npath = "dax0.0"\n',
+            4,
+            "path 'dax0.0' is not an absolute path",
+        ),
         (
             DEVICE + 'kind = "dax"\nworkers = [0]\npath = 3\n',
             4,
-            'memory_device 0: found path=3, expected one such as path = "/dev/dax0.0"',
+            'memory_device 0: found path=3, expected a value such as path = "/dev/dax0.0"',
         ),
         (
             DEVICE
@@ -73,7 +77,7 @@ DEVICE = "[[memory_device]]\n"
             + DEVICE
             + 'kind = "dax"\npath = "/dev/dax0.0"\n',
             7,
-            "memory devices 0 and 1 both have /dev/dax0.0, which is for one alone",
+            "memory devices 0 and 1 both use /dev/dax0.0, which only one can use",
         ),
         (
             DEVICE + 'kind = "cuda"\nworkers = [0]\ndevice = "cuda:0"\n' + DEVICE,
@@ -83,13 +87,13 @@ DEVICE = "[[memory_device]]\n"
         (
             DEVICE + 'kind = "cuda"\nworkers = [0]\ndevice = "cuda:gpu0"\n',
             4,
-            "device 'gpu0' is no ordinal of a GPU",
+            "device 'gpu0' is not the ordinal of a GPU",
         ),
         *(
             (
                 DEVICE + f'kind = "cuda"\nworkers = [0]\ndevice = {value}\n',
                 4,
-                f"memory_device 0: found device={found}, expected one such as device = .cuda:4.",
+                f"memory_device 0: found device={found}, expected a value such as device = .cuda:4.",
             )
             for value, found in [('"0"', "'0'"), ("0", "0"), ('"gpu0"', "'gpu0'"), ("[]", r"\[\]")]
         ),
@@ -107,12 +111,12 @@ DEVICE = "[[memory_device]]\n"
             6,
             "GPU 1 is named twice: as memory devices 0 and 1",
         ),
-        ("worker_gpus = [1, 1]\n" + DEVICE + "workers = [0, 1]\ngpu = 0\n", 1, "GPU 1 is named twice"),
+        ("worker_gpus = [1, 1]\n" + DEVICE + "workers = [0, 1]\ngpu = 0\n", 1, "GPU 1 appears twice"),
         ("worker_gpus = [1]\n" + DEVICE + "workers = [0, 1]\ngpu = 0\n", 1, "names 1 GPUs for 2 workers"),
         ("worker_gpus = [0]\n" + DEVICE + "workers = [0]\n", 2, "memory device 0 names no GPU, others do"),
         (DEVICE + "workers = [0]\ngpu = 0\n", 1, "names 0 GPUs for 1 workers"),
-        (DEVICE + "workers = [0]\ngpu = -1\n", 3, "gpu=-1 is no number of a GPU"),
-        ("worker_gpus = 0\n" + DEVICE, 1, "worker_gpus=0 is no list of GPUs"),
+        (DEVICE + "workers = [0]\ngpu = -1\n", 3, "gpu=-1 is not the number of a GPU"),
+        ("worker_gpus = 0\n" + DEVICE, 1, "worker_gpus=0 is not a list of GPUs"),
     ],
 )
 def test_a_wrong_file_is_named_with_line_and_what_is_wrong(tmp_path, text, line, message):
@@ -183,7 +187,7 @@ def test_a_file_without_ending_is_a_file(tmp_path, monkeypatch):
 def test_a_table_for_another_number_of_workers_is_refused(tmp_path):
     path = tmp_path / "table.toml"
     path.write_text("[[memory_device]]\nworkers = [0, 1]\n")
-    with pytest.raises(ValueError, match="is for 2 workers, this job has 3"):
+    with pytest.raises(ValueError, match="is for 2 workers, but this job has 3"):
         choose_partition_table(str(path), num_workers=3, devices=0)
 
 

@@ -133,7 +133,7 @@ def test_a_name_that_another_user_has_taken_stops_nobody(taken, temporary, caplo
     assert root != taken
     assert root.stat().st_mode & 0o777 == 0o700
     assert f"{taken} " in caplog.text
-    assert f"{root} takes its place" in caplog.text
+    assert f"using {root} instead" in caplog.text
     kept = PersistentDevices(workers=((0,), (1,)), memories=("host", "host"), pids=(11, 12))
     kept.write(directory)
     assert find_session_directory("job", "session") == directory
@@ -166,7 +166,7 @@ def test_a_job_is_named_by_its_launcher():
 
 @pytest.mark.parametrize("other", [{"algorithm": "ring"}, {"algorithm": "exchange"}, {"machine": "aws-p3"}])
 def test_distinct_memories_are_not_kept(other):
-    with pytest.raises(ValueError, match="COARSE_KEEP_DEVICES does not go with"):
+    with pytest.raises(ValueError, match="COARSE_KEEP_DEVICES cannot be combined with"):
         Settings(keep_devices=1.0, **other)
 
 

@@ -75,13 +75,13 @@ def test_paths_name_both_ends():
 def test_a_missing_path_is_named():
     curves = dict(profile_of().curves)
     del curves[PathId(kind="pull", source=1, target=0)]
-    with pytest.raises(ValueError, match="pull w1-md0: there is no curve"):
+    with pytest.raises(ValueError, match="pull w1-md0: the profile has no curve"):
         profile_of(curves=curves)
 
 
 def test_an_unknown_path_is_named():
     curves = {**profile_of().curves, PathId(kind="push", source=2, target=0): line(1, 1)}
-    with pytest.raises(ValueError, match="push w2-md0: there is no such path between 2 workers and 2 memory"):
+    with pytest.raises(ValueError, match="push w2-md0: no such path exists between 2 workers and 2 memory"):
         profile_of(curves=curves)
 
 
@@ -99,7 +99,7 @@ def test_both_directions_at_once_may_be_as_fast_as_each_alone():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"kind": "guessed"}, "kind 'guessed' is none of measured, emulated, simulated"),
+        ({"kind": "guessed"}, "kind 'guessed' must be one of measured, emulated, simulated"),
         ({"time_budget_s": -1.0}, "time_budget_s=-1.0"),
         ({"time_budget_s": float("nan")}, "time_budget_s=nan"),
     ],
@@ -114,7 +114,7 @@ def test_keys_that_cannot_be_are_refused():
         key_of(local_devices=())
     with pytest.raises(ValueError, match="worker 1 is local to md2 of 2 memory devices"):
         key_of(local_devices=(0, 2))
-    with pytest.raises(ValueError, match="'sideways' is none of push"):
+    with pytest.raises(ValueError, match="'sideways' must be one of push"):
         PathId(kind="sideways", source=0, target=0)
 
 
@@ -177,7 +177,7 @@ def test_a_file_that_is_not_there(tmp_path):
 def test_a_truncated_file_is_refused(tmp_path_factory, fraction):
     text = json.dumps(as_json(profile_of()))
     path = write(tmp_path_factory.mktemp("profiles") / "cut.json", text[: int(fraction * len(text))])
-    with pytest.raises(ProfileError, match=rf"cut.json: cut off or no JSON: .*`{REFRESH}`"):
+    with pytest.raises(ProfileError, match=rf"cut.json: cut off or not JSON: .*`{REFRESH}`"):
         Profile.load(path)
 
 
@@ -198,22 +198,22 @@ POINT = ("curves", 0, "points", 0)
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
-        (change("format", value="something"), "this is no profile"),
-        (change("format_version", value=2), "its format is of version 2, this COARSE reads 1"),
+        (change("format", value="something"), "this is not a profile"),
+        (change("format_version", value=2), "its format version is 2, but this COARSE reads 1"),
         (change("kind", value=None), "kind is None, not str"),
-        (change("kind", value="guessed"), "'guessed' is none of"),
+        (change("kind", value="guessed"), "'guessed' must be one of"),
         (change("paths_share_links", value=1), "paths_share_links is 1, not bool"),
         (change("time_budget_s", value="4"), "time_budget_s is '4', not a number"),
-        (change("curves", value=[]), "there are no curves in it"),
+        (change("curves", value=[]), "it has no curves"),
         (change("curves", value={}), r"curves is \{\}, not list"),
         (change("curves", 0, value=None), r"curves\[0\] is NoneType, not an object"),
-        (change("curves", 0, "kind", value="up"), "'up' is none of push"),
+        (change("curves", 0, "kind", value="up"), "'up' must be one of push"),
         (change("curves", 0, "source", value=True), "source is True, not int"),
-        (change("curves", 0, "source", value=-1), "both w0-md0: there is no curve"),
+        (change("curves", 0, "source", value=-1), "both w0-md0: the profile has no curve"),
         (change("curves", 0, "points", value=[]), "both w0-md0: a curve needs at least one point"),
-        (change(*POINT, value=[1, 2]), r"both w0-md0: \[1, 2\] is no \[bytes"),
-        (change(*POINT, 0, value=-4096), "one byte to 1 PiB"),
-        (change(*POINT, 0, value=10**400), "one byte to 1 PiB"),
+        (change(*POINT, value=[1, 2]), r"both w0-md0: \[1, 2\] is not \[bytes"),
+        (change(*POINT, 0, value=-4096), "between one byte and 1 PiB"),
+        (change(*POINT, 0, value=10**400), "between one byte and 1 PiB"),
         (change(*POINT, 1, value=1e-320), "a time must be above 0"),
         (change(*POINT, 1, value=1e300), "less than eleven days"),
         (
@@ -224,8 +224,8 @@ POINT = ("curves", 0, "points", 0)
         (change(*POINT, 0, value=8192), "two points at 8192 bytes"),
         (change(*POINT, 1, value=-3.0), "both w0-md0: a time must be above 0"),
         (change(*POINT, 1, value=0), "a time must be above 0"),
-        (change(*POINT, 1, value=float("nan")), "NaN is no measurement"),
-        (change(*POINT, 1, value=float("inf")), "Infinity is no measurement"),
+        (change(*POINT, 1, value=float("nan")), "NaN is not a measurement"),
+        (change(*POINT, 1, value=float("inf")), "Infinity is not a measurement"),
         (change(*POINT, 1, value=10**400), "time_us is too large"),
         (change(*POINT, 2, value=-1), "its spread at least 0"),
         (change(*POINT, 3, value=0), "at least one repeat"),
@@ -246,7 +246,7 @@ def test_a_damaged_file_is_refused_with_the_reason(tmp_path, damage, reason):
 def test_a_path_that_is_there_twice_is_refused(tmp_path):
     damaged = document()
     damaged["curves"].append(copy.deepcopy(damaged["curves"][0]))
-    with pytest.raises(ProfileError, match="both w0-md0: there are two curves of it"):
+    with pytest.raises(ProfileError, match="both w0-md0: the profile has two curves of this path"):
         Profile.load(write(tmp_path / "twice.json", damaged))
 
 
@@ -280,10 +280,10 @@ def test_whatever_stands_in_a_document_is_a_profile_or_a_value_error(data, value
 @pytest.mark.parametrize(
     ("other", "difference"),
     [
-        ({"machine": "aws-p3"}, "it is of machine 'host', here it is 'aws-p3'"),
-        ({"host": "elsewhere"}, "it is of host '0123456789abcdef', here it is 'elsewhere'"),
-        ({"versions": {"coarse": "9", "kernel": "6.18"}}, "it is of versions .*'coarse': '9'"),
-        ({"local_devices": (1, 0)}, r"it is of local_devices \[0, 1\], here it is \[1, 0\]"),
+        ({"machine": "aws-p3"}, "it was made for machine 'host', but this job has 'aws-p3'"),
+        ({"host": "elsewhere"}, "it was made for host '0123456789abcdef', but this job has 'elsewhere'"),
+        ({"versions": {"coarse": "9", "kernel": "6.18"}}, "it was made for versions .*'coarse': '9'"),
+        ({"local_devices": (1, 0)}, r"it was made for local_devices \[0, 1\], but this job has \[1, 0\]"),
     ],
 )
 def test_a_profile_of_something_else_is_refused(tmp_path, other, difference):

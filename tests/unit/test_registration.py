@@ -98,12 +98,12 @@ def test_any_difference_is_a_mismatch_that_names_both_workers(one, other):
         (
             schema(spec("a"), spec("b")),
             schema(spec("a")),
-            "worker 0 has 2 tensors, the other 1; the first one more is 'b' of 10 x float32 (mean)",
+            "worker 0 has 2 tensors, the other 1; the first extra one is 'b' of 10 x float32 (mean)",
         ),
         (
             schema(spec("a")),
             schema(spec("a"), spec("b")),
-            "worker 2 has 2 tensors, the other 1; the first one more is 'b' of 10 x float32 (mean)",
+            "worker 2 has 2 tensors, the other 1; the first extra one is 'b' of 10 x float32 (mean)",
         ),
         (
             schema(spec("a")),

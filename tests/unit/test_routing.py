@@ -99,13 +99,15 @@ def test_a_near_proxy_that_is_only_alike_is_not_used():
 def test_reasons_say_what_was_compared():
     table = RoutingTable.from_profiles({0: line(5, 4.5), 1: line(10, 8)}, local_proxy=0)
     lat, bw, threshold = table.reasons
-    assert lat.startswith("md0 (local) has the lowest latency: 5.9 us for 4096 bytes, others from 10.5 us")
+    assert lat.startswith(
+        "md0 (local) has the lowest latency: 5.9 us for 4096 bytes, others need 10.5 us or more"
+    )
     assert bw.startswith("md1 (remote) has the highest bandwidth")
     assert threshold == f"md1 stays ahead of md0 from {table.threshold_bytes} bytes on"
 
 
 def test_the_local_proxy_must_have_a_curve():
-    with pytest.raises(ValueError, match="no curve of the local proxy md3"):
+    with pytest.raises(ValueError, match="the local proxy md3 has no curve"):
         RoutingTable.from_profiles({0: line(1, 1)}, local_proxy=3)
 
 

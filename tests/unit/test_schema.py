@@ -29,12 +29,15 @@ def test_integers_have_no_mean(dtype):
     [
         ({"name": ""}, "a tensor needs a name"),
         ({"dtype": "complex64"}, "tensor 'w': dtype 'complex64' .* float32, .*Convert the tensor first"),
-        ({"op": "product"}, "tensor 'w': op 'product' is none of sum, mean, max"),
+        ({"op": "product"}, "tensor 'w': op 'product' must be one of sum, mean, max"),
         ({"num_elements": 0}, "tensor 'w': needs at least one element, has 0"),
         ({"num_elements": -1}, "has -1"),
-        ({"num_elements": 10, "row_elements": 3}, "table 'w': 10 elements are no rows of 3 each"),
-        ({"num_elements": 4, "row_elements": -2}, "no rows of -2 each"),
-        ({"num_elements": 1 << 32, "row_elements": 1 << 32}, "rows have 4 G elements and more"),
+        (
+            {"num_elements": 10, "row_elements": 3},
+            "table 'w': 10 elements are not a whole number of rows of 3 each",
+        ),
+        ({"num_elements": 4, "row_elements": -2}, "rows of -2 each"),
+        ({"num_elements": 1 << 32, "row_elements": 1 << 32}, "a row has 4 Gi elements or more"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(wrong, match):

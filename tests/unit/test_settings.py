@@ -31,7 +31,7 @@ def test_sizes_mean_what_they_say(text, nbytes):
 
 @pytest.mark.parametrize("text", ["", "MB", "4.5MB", "-1", "4M", "4 M B", "1e6", "0x10", "4MB/s"])
 def test_anything_else_is_no_size(text):
-    with pytest.raises(ValueError, match="no size; write a number with B, KB, MB, GB, KiB, MiB or GiB"):
+    with pytest.raises(ValueError, match="is not a size; write a number with B, KB, MB, GB, KiB, MiB or GiB"):
         parse_bytes(text)
 
 
@@ -107,7 +107,7 @@ def test_a_value_that_cannot_be_is_refused_by_the_name_of_its_variable(name, tex
 def test_memory_devices_are_said_once():
     environ = {"COARSE_MEMORY_DEVICES": "2", "COARSE_PARTITION_TABLE": "aws-p3"}
     with pytest.raises(
-        ValueError, match="COARSE_MEMORY_DEVICES does not go with COARSE_PARTITION_TABLE=aws-p3"
+        ValueError, match="COARSE_MEMORY_DEVICES cannot be combined with COARSE_PARTITION_TABLE=aws-p3"
     ):
         Settings.from_environment(environ)
     assert Settings.from_environment({**environ, "COARSE_MEMORY_DEVICES": "0"}).partition_table == "aws-p3"
@@ -117,7 +117,7 @@ def test_a_machine_is_emulated_by_exchange():
     environ = {"COARSE_MACHINE": "aws-p3", "COARSE_TIME_DILATION": "20"}
     settings = Settings.from_environment(environ)
     assert (settings.machine, settings.time_dilation, settings.sync_algorithm) == ("aws-p3", 20.0, "exchange")
-    with pytest.raises(ValueError, match="COARSE_ALGORITHM=ring does not go with COARSE_MACHINE"):
+    with pytest.raises(ValueError, match="COARSE_ALGORITHM=ring cannot be combined with COARSE_MACHINE"):
         Settings.from_environment({**environ, "COARSE_ALGORITHM": "ring"})
 
 

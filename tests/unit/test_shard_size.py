@@ -48,7 +48,10 @@ def test_a_fraction_of_full_bandwidth_takes_so_many_times_alpha_beta(fraction, m
 def test_the_reason_has_the_numbers():
     size = choose_shard_size(line(20, 8))
     assert size.nbytes == 2 << 20
-    assert size.reason == "smallest tested size with 90% of the highest bandwidth: 7.43 of 7.98 GB/s each way"
+    assert (
+        size.reason
+        == "smallest tested size that reaches 90% of the highest bandwidth: 7.43 of 7.98 GB/s each way"
+    )
 
 
 @pytest.mark.parametrize("fraction", [0, -1, 1.1, float("nan")])

@@ -142,7 +142,7 @@ def test_an_all_reduce_waits_for_the_worst_latency_and_the_worst_bandwidth(paths
 
 
 def test_no_paths_have_no_worst():
-    with pytest.raises(ValueError, match="no paths"):
+    with pytest.raises(ValueError, match="paths is empty"):
         slowest_path([])
 
 

@@ -84,7 +84,7 @@ def build() -> Path:
             if not target.exists():
                 _compile(target)
     except OSError as error:
-        raise BuildError(f"nothing can be kept in {target.parent}: {error}") from error
+        raise BuildError(f"cannot write to {target.parent}: {error}") from error
     return target
 
 
@@ -186,7 +186,7 @@ def _locked(path: Path) -> Iterator[None]:
 def _load(path: Path) -> Any:
     spec = importlib.util.spec_from_file_location(_MODULE, path)
     if spec is None or spec.loader is None:
-        raise BuildError(f"{path} is no Python module")
+        raise BuildError(f"{path} is not a Python module")
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)

@@ -51,10 +51,10 @@ def _obstacle_of(peer: int, store: Store, watch: PeerWatch, *, rank: int, deadli
         except TimeoutError:
             waited_s = time.monotonic() - started
             logger.warning(
-                "[w%s] %.0f s: waiting for rank %s, which compiles the torch backend (about a minute)",
+                "[w%s] %.0f s: waiting for rank %s, which is compiling the torch backend (about a minute)",
                 *(rank, waited_s, peer),
             )
     raise RendezvousError(
-        f"rank {rank}: rank {peer} has joined, but had no torch backend after {time.monotonic() - started:.0f} s. "
-        "Look at its output: a compiler may hang there."
+        f"rank {rank}: rank {peer} has joined, but its torch backend was not ready after "
+        f"{time.monotonic() - started:.0f} s. Look at its output: its compiler may hang."
     )

@@ -137,7 +137,7 @@ def _hand_out(
         while served < num_peers:
             if time.monotonic() > deadline:
                 raise RendezvousError(
-                    f"rank {leader}: {num_peers - served} rank(s) did not come for the group's memory in time"
+                    f"rank {leader}: {num_peers - served} rank(s) did not request the group's memory in time"
                 )
             try:
                 visitor = listener.accept()[0]
@@ -181,7 +181,7 @@ def _receive_descriptor(door: bytes, leader: int) -> int:
             if user != os.geteuid():
                 raise RendezvousError(
                     f"refused the group's memory: process {pid} of user {user} offers it, not rank {leader} of user "
-                    f"{os.geteuid()}. Somebody else has written to the store by which the ranks meet."
+                    f"{os.geteuid()}. Another process has written to the ranks' store."
                 )
             connection.sendall(token)
             _, fds, _, _ = socket.recv_fds(connection, 1, 1)

@@ -46,7 +46,7 @@ class Workers:
             self._group = within(
                 timeout_s + _PATIENCE_S,  # torch's own error, if raised in time, has more details
                 lambda: dist.new_group(backend="gloo", timeout=timeout),
-                "a worker that is to agree on checkpoints, or the process group's store,",
+                "a worker that takes part in checkpoints, or the process group's store,",
             )
             atexit.register(_finish, weakref.ref(self), os.getpid())
         self._flags = torch.zeros(3, dtype=torch.int32, device="cpu")
@@ -133,7 +133,7 @@ class SaveSignal:
         if self._is_installed:
             self._previous = signal.signal(signal.SIGUSR1, self._note)
         elif is_wanted:
-            logger.warning("SIGUSR1 does not save: the Checkpointer was not made in the main thread")
+            logger.warning("SIGUSR1 does not save: the Checkpointer was not created in the main thread")
 
     def take(self) -> bool:
         """Whether the signal arrived since the last call."""

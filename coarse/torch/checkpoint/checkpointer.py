@@ -248,7 +248,7 @@ class Checkpointer:
         self._newest_left = _NO_CHECKPOINT if step is None else self._find_newest_step()
         if self._newest_left > self._num_steps:
             logger.warning(
-                "%s has newer checkpoints than that of step %d, up to step %d; to save what comes now, remove them, "
+                "%s has checkpoints newer than that of step %d, up to step %d; to save from here on, remove them, "
                 "or choose another folder",
                 self._parent.path,
                 self._num_steps,
@@ -320,9 +320,9 @@ class Checkpointer:
         """
         if self._newest_left >= self._num_steps:
             raise CheckpointError(
-                f"{self._parent.path} has a checkpoint of step {self._newest_left}, and this is step "
-                f"{self._num_steps} of a training that did not go on from it. Call restore() first, remove what is "
-                "newer, or choose another folder."
+                f"{self._parent.path} has a checkpoint of step {self._newest_left}, but this is step "
+                f"{self._num_steps} of a training that did not resume from it. Call restore() first, remove the "
+                "newer checkpoints, or choose another folder."
             )
         if isinstance(self._optimizer, DistributedOptimizer) and self._optimizer.offloaded is not None:
             self._optimizer.offloaded.take_assigned()
@@ -351,7 +351,7 @@ class Checkpointer:
         if self._has_folder:
             return None
         refusal: Exception | None = FolderClaimedError(
-            f"another job saves to {self._parent.path}; end it, or have this one save to another folder"
+            f"another job saves to {self._parent.path}; end it, or choose another folder for this job"
         )
         if self._workers.rank == 0:
             try:
@@ -457,10 +457,12 @@ class Checkpointer:
             if checkpoint is not None:
                 checkpoint.close()
             who = (
-                f"{error}; worker 0 has it" if error else f"{num_without} worker(s) cannot open step {chosen}"
+                f"{error}; worker 0 can open it"
+                if error
+                else f"{num_without} worker(s) cannot open step {chosen}"
             )
             raise CheckpointError(
-                f"{who}. {self._parent.path} must be on a file system that all nodes share, or be copied to each"
+                f"{who}. {self._parent.path} must be on a file system that all nodes share, or be copied to each node"
             ) from error
         return checkpoint
 
@@ -480,7 +482,7 @@ class Checkpointer:
         known, wanted = (set(each) - {OwnTensors.NAME} for each in (states[0] if states else (), self._state))
         if known != wanted:
             raise CheckpointError(
-                f"{checkpoint.path} has the workers' state of {sorted(known)}, wanted is that of {sorted(wanted)}"
+                f"{checkpoint.path} has the workers' state of {sorted(known)}, but {sorted(wanted)} is requested"
             )
         return states
 

@@ -53,7 +53,7 @@ def export_dcp(checkpoint: Checkpoint, path: Path, progress: Progress = lambda d
 def _whole(path: Path) -> Iterator[Path]:
     """Yields a temporary path for a new file or folder, which moves to `path` once all of it is on the disk."""
     if path.exists():
-        raise CheckpointError(f"{path} is there already, and is not overwritten")
+        raise CheckpointError(f"{path} already exists, and is not overwritten")
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.tmp")
     _remove(unfinished)  # left by a killed export

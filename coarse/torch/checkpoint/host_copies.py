@@ -152,7 +152,7 @@ class CopiedState:
             original = self._originals[name]
             if original._version != version or _differs(copies[name], original):
                 raise CheckpointError(
-                    f"{name} was changed by something else than the optimizer's step() just after a save had begun; "
+                    f"{name} was changed outside of the optimizer's step() just after a save had begun; "
                     "call checkpointer.step() after such changes"
                 )
         return ArraySource(

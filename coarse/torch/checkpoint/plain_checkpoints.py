@@ -61,5 +61,5 @@ def _read_plain(path: Path) -> Mapping[str, Any]:
         return loaded
     saved = torch.load(path, map_location="cpu", weights_only=True)
     if not isinstance(saved, Mapping):
-        raise CheckpointError(f"{path} holds a {type(saved).__name__}, no state dict")
+        raise CheckpointError(f"{path} contains a {type(saved).__name__}, not a state dict")
     return saved

@@ -85,7 +85,7 @@ def training_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer | No
         for state, value in entries.items():
             if not isinstance(state, str):
                 raise CheckpointError(
-                    f"the optimizer's state of {names[number]} has an entry {state!r}, whose name is no string"
+                    f"the optimizer's state of {names[number]} has an entry {state!r}, whose name is not a string"
                 )
             if isinstance(value, torch.Tensor):
                 name = f"{OPTIMIZER_PREFIX}{state}.{names[number]}"
@@ -133,8 +133,8 @@ def model_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     for key, value in bare(model).state_dict().items():
         if not isinstance(value, torch.Tensor):
             raise CheckpointError(
-                f"{key!r} of the model's state dict is a {type(value).__name__}, no tensor; hand it over as the "
-                "state of a worker, or make it a buffer"
+                f"{key!r} of the model's state dict is a {type(value).__name__}, not a tensor; pass it as a "
+                "worker's state, or make it a buffer"
             )
         found[f"{MODEL_PREFIX}{key}"] = value
     return found
@@ -281,7 +281,7 @@ def _names_of_parameters(
     foreign = sum(parameter not in names for parameter in parameters)
     if foreign:
         raise CheckpointError(
-            f"the optimizer holds {foreign} parameter(s) that the model does not have; save the model that it is for"
+            f"the optimizer has {foreign} parameter(s) that are not in the model; save the model that it updates"
         )
     return [names[parameter] for parameter in parameters]
 
@@ -310,7 +310,7 @@ def _optimizer_state_dict(
         CheckpointError: If the checkpoint's optimizer has another class, grouping or set of parameters.
     """
     if checkpoint.manifest.optimizer is None:
-        raise CheckpointError(f"{checkpoint.path} holds no optimizer; restore the model alone, without one")
+        raise CheckpointError(f"{checkpoint.path} contains no optimizer; restore only the model")
     settings = from_json(checkpoint.manifest.optimizer, translate=from_small_tensor)
     named = dict(bare(model).named_parameters())
     names = _names_of_parameters(named, optimizer)
@@ -322,9 +322,11 @@ def _optimizer_state_dict(
     for tensor, memory in states.items():
         name, _, parameter = tensor.name.removeprefix(OPTIMIZER_PREFIX).partition(".")
         if parameter not in numbers:
-            wrong.append(f"{tensor.name} belongs to no parameter of the optimizer")
+            wrong.append(f"{tensor.name} belongs to none of the optimizer's parameters")
         elif name in _STATES_LIKE_PARAMETERS and tensor.shape != shapes[parameter]:
-            wrong.append(f"{tensor.name} is {list(tensor.shape)}, its parameter {list(shapes[parameter])}")
+            wrong.append(
+                f"{tensor.name} is {list(tensor.shape)}, but its parameter is {list(shapes[parameter])}"
+            )
         else:
             state.setdefault(numbers[parameter], {})[name] = memory
     if wrong:
@@ -340,11 +342,12 @@ def _groups(
     saved = settings["param_groups"]
     if settings["class"] != _kind(optimizer):
         raise CheckpointError(
-            f"{checkpoint.path} is of the optimizer {settings['class']}, this one is {_kind(optimizer)}"
+            f"{checkpoint.path} was saved from the optimizer {settings['class']}, but this one is {_kind(optimizer)}"
         )
     if len(saved) != len(optimizer.param_groups):
         raise CheckpointError(
-            f"{checkpoint.path} has {len(saved)} parameter groups, the optimizer {len(optimizer.param_groups)}"
+            f"{checkpoint.path} has {len(saved)} parameter groups, but the optimizer has "
+            f"{len(optimizer.param_groups)}"
         )
     numbered = iter(range(len(names)))
     groups = []

@@ -132,8 +132,8 @@ def checked(state: Mapping[str, WorkerState] | None) -> dict[str, WorkerState]:
         lacking = [f"{method}()" for method in _METHODS if not callable(getattr(each, method, None))]
         if lacking:
             raise TypeError(
-                f"state[{name!r}] is a {type(each).__name__}, which has no {' and no '.join(lacking)}; hand over "
-                f"what has both, as schedulers and GradScaler do, or wrap it"
+                f"state[{name!r}] is a {type(each).__name__}, which has no {' and no '.join(lacking)}; pass an "
+                "object that has both, as schedulers and GradScaler do, or wrap it"
             )
     return dict(state or {})
 
@@ -146,7 +146,7 @@ def load_resharded(name: str, target: WorkerState, states: list[Any], *, rank: i
         target.load_state_dicts(states)
     else:
         logger.warning(
-            "%r was saved by %d workers, and now there are %d: all of them get the state of worker 0",
+            "%r was saved by %d workers, but this job has %d: all of them get the state of worker 0",
             name,
             len(states),
             world_size,

@@ -62,8 +62,8 @@ class AwaitedValues:
             return
         raise RuntimeError(
             f"{len(self._names)} tensors of this model were built on the meta device ({self._names[0]!r}, ...), and "
-            "their values have not come yet: DistributedOptimizer brings them, or the first forward of the wrapper "
-            "with gradients, which all workers call"
+            "have no values yet. To get them, create the DistributedOptimizer, or call the wrapper's forward with "
+            "gradients on all workers"
         )
 
 
@@ -72,8 +72,8 @@ def _give_memory(name: str, parameter: torch.nn.Parameter) -> None:
         torch.utils.swap_tensors(parameter, torch.nn.Parameter(_in_host(parameter), parameter.requires_grad))
     except RuntimeError as error:
         raise ValueError(
-            f"parameter {name!r} is on the meta device and cannot be given memory: {error}. Wrap the model before "
-            "hooks are registered on its parameters"
+            f"parameter {name!r} is on the meta device, and its memory cannot be allocated: {error}. Wrap the "
+            "model before you register hooks on its parameters"
         ) from error
 
 

@@ -100,8 +100,8 @@ class BufferBroadcast:
                 self._exchange.run(is_root=is_root)
             except SyncTimeoutError as error:
                 raise SyncTimeoutError(
-                    f"{error}. Each forward of a wrapped model begins with buffers of one worker, so that all must "
-                    "call it: who evaluates alone calls model.module, or wraps with broadcast_buffers=False"
+                    f"{error}. Each forward of a wrapped model first broadcasts one worker's buffers, so all workers "
+                    "must call it. To evaluate on one worker, call model.module, or wrap with broadcast_buffers=False"
                 ) from error
             if not is_root:
                 with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):
@@ -114,7 +114,7 @@ class BufferBroadcast:
             gpu = gpu_gradients.find_gpu(buffers)
             return None if gpu is None else GpuExchange(self.group, gpu)
         except _native.CudaError as error:
-            logger.warning("%s are copied while the processor waits: %s", self.group.name, error)
+            logger.warning("%s are copied synchronously, which is slower: %s", self.group.name, error)
             return None
 
 

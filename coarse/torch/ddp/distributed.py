@@ -44,7 +44,7 @@ from coarse.torch.process_group import choose_process_group
 from coarse.torch.session import session_of_group
 
 _MIB = 1 << 20
-_NO_VALUES = "the module was built on the meta device, so that it has no values"
+_NO_VALUES = "the module was built on the meta device, so it has no values"
 _DEFAULT_BUCKET_MIB = 25
 _COPIED_SETTINGS = (
     "dim",
@@ -172,7 +172,7 @@ class DistributedDataParallel(RemoteOptimizer):
         if self._world_size > 1:
             self._register(init_sync=init_sync, broadcast_buffers=broadcast_initially)
         elif self._awaited.are_missing:
-            raise ValueError(f"{_NO_VALUES}; a job of one worker has no other to take them from")
+            raise ValueError(f"{_NO_VALUES}; a job of one worker cannot copy them from another one")
 
     def _take_module(self, module: torch.nn.Module, *, may_await_values: bool = False) -> None:
         if not isinstance(module, torch.nn.Module):
@@ -284,15 +284,15 @@ class DistributedDataParallel(RemoteOptimizer):
         self._awaits_values = bool(flags[0])
         if flags[1]:
             raise ValueError(
-                f"{_NO_VALUES} on worker 0, from which others take theirs; build it with values there"
+                f"{_NO_VALUES} on worker 0, which sends its values to the others; build it with values there"
             )
         if self._awaits_values and flags[2]:
             raise ValueError(
-                f"{_NO_VALUES} on some worker, and worker 0 has it on a GPU; build it alike on all"
+                f"{_NO_VALUES} on some worker, but worker 0 has it on a GPU; build it the same way on all workers"
             )
         if self._awaits_values and not init_sync:
             raise ValueError(
-                f"{_NO_VALUES} on some worker, and init_sync=False lets it take none from worker 0"
+                f"{_NO_VALUES} on some worker, and init_sync=False prevents copying them from worker 0"
             )
 
     def _bring_values(self, *, but: Collection[torch.nn.Parameter] = ()) -> None:
@@ -324,8 +324,8 @@ class DistributedDataParallel(RemoteOptimizer):
         if replaced:
             raise RuntimeError(
                 f"parameter {replaced[0]!r}{f' and {len(replaced) - 1} more' if replaced[1:] else ''} of the model "
-                "are others than when it was wrapped, as after load_state_dict(assign=True): neither averages nor "
-                "updates reach them. Load without assign, or wrap the module again"
+                "changed to another tensor after wrapping, as by load_state_dict(assign=True): neither averages nor "
+                "updates reach the new ones. Load without assign, or wrap the module again"
             )
 
     def ensure_registered(self) -> None:
@@ -389,13 +389,15 @@ class DistributedDataParallel(RemoteOptimizer):
                 unfinished.
         """
         if not callable(hook):
-            raise TypeError(f"a communication hook is called with its state and a bucket; {hook!r} cannot be")
+            raise TypeError(
+                f"a communication hook is called with its state and a bucket; {hook!r} is not callable"
+            )
         if rounds_only(hook):
             return self._use_comm_hook(dtype=travel_dtype(hook))
         if self.tables:
             raise ValueError(
-                "a communication hook is given dense gradients, and the model has layers of sparse=True; build them "
-                "with sparse=False, or use fp16_compress_hook or bf16_compress_hook"
+                "a communication hook receives dense gradients, but the model has layers with sparse=True; build "
+                "them with sparse=False, or use fp16_compress_hook or bf16_compress_hook"
             )
         self._use_comm_hook(hook=BucketHook(call=hook, state=state, bucket_bytes=self.bucket_bytes_cap))
 
@@ -405,12 +407,12 @@ class DistributedDataParallel(RemoteOptimizer):
     def _use_comm_hook(self, *, dtype: torch.dtype | None = None, hook: BucketHook | None = None) -> None:
         if self._has_hook:
             raise RuntimeError(
-                "this model has a communication hook already; wrap the module again for another"
+                "this model already has a communication hook; wrap the module again to use another one"
             )
         if self.offloaded_parts:
             raise RuntimeError(
-                "this model's optimizer is in the memory devices, which take gradients in the type of the "
-                "parameters; register the communication hook before it, and the optimizer runs on the workers"
+                "this model's optimizer runs in the memory devices, which need gradients in the dtype of the "
+                "parameters; register the communication hook first, and the optimizer runs on the workers"
             )
         self.ensure_registered()
         self._has_hook = True
@@ -478,7 +480,7 @@ class DistributedDataParallel(RemoteOptimizer):
             return
         if self._join_config.enable and self._may_run_out:
             raise RuntimeError(
-                f"parameter {thawed[0]!r} requires gradients now and did not when the model was wrapped; within "
+                f"parameter {thawed[0]!r} requires gradients now, but did not when the model was wrapped; within "
                 "join() a worker without inputs could not register it. Call requires_grad_(True) and run a forward "
                 "before join()"
             )
@@ -489,7 +491,7 @@ class DistributedDataParallel(RemoteOptimizer):
         except SyncTimeoutError as error:
             raise SyncTimeoutError(
                 f"parameter {thawed[0]!r}{f' and {len(thawed) - 1} more' if thawed[1:] else ''} require gradients on "
-                "this worker now, and did not before; another worker did not come to register them. Call "
+                "this worker now, but did not before, and another worker did not register them. Call "
                 f"requires_grad_(True) on all workers before the same forward: {error}"
             ) from error
         self._average_more()
@@ -559,8 +561,8 @@ class DistributedDataParallel(RemoteOptimizer):
         """Returns the hook that torch.distributed.algorithms.join runs on a worker without further inputs."""
         if self._bucket_hook is not None:
             raise ValueError(
-                "join() does not go with a communication hook that averages: a worker without inputs would not call "
-                "it. Give all workers equally many batches"
+                "join() cannot be combined with a communication hook that averages: a worker without inputs would "
+                "not call it. Give all workers the same number of batches"
             )
         check_joinable(
             offloaded=self.updated_parameters, has_tables=bool(self.tables), keeps_devices=self.keeps_devices
@@ -615,8 +617,8 @@ class DistributedDataParallel(RemoteOptimizer):
             work.wait(timedelta(seconds=timeout_s))
         except RuntimeError as error:
             raise SyncTimeoutError(
-                f"worker {dist.get_rank(self.process_group)}: not all workers said in {timeout_s:.1f} s whether they "
-                f"have inputs left: {error}. Each has to enter join(); one may be lost or stopped."
+                f"worker {dist.get_rank(self.process_group)}: not all workers reported within {timeout_s:.1f} s "
+                f"whether they have inputs left: {error}. Each must enter join(); one may be lost or stopped."
             ) from error
 
     def shadow_averaging(self, *, divide_by_initial_world_size: bool) -> None:
@@ -641,8 +643,8 @@ class DistributedDataParallel(RemoteOptimizer):
         """
         if self.process_group is not dist.group.WORLD:
             raise RuntimeError(
-                "a copy of a DistributedDataParallel would be of the default process group, and this one is of "
-                "another; copy or pickle model.module, and wrap that"
+                "a copy of a DistributedDataParallel would use the default process group, but this one uses "
+                "another; copy or pickle model.module, and wrap the copy"
             )
         if self._awaited.are_missing:
             raise ValueError(f"{_NO_VALUES} yet, and cannot be copied")
@@ -682,11 +684,11 @@ class DistributedDataParallel(RemoteOptimizer):
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         if sample_rate < 1:
-            raise ValueError(f"the sample rate must be at least 1, is {sample_rate}")
+            raise ValueError(f"the sample rate must be at least 1, not {sample_rate}")
 
     def _set_static_graph(self) -> None:
         if self.static_graph:
-            warnings.warn("static_graph is set already", stacklevel=2)
+            warnings.warn("static_graph is already set", stacklevel=2)
             return
         self.static_graph = True
         if self._gradients is not None:
@@ -715,9 +717,9 @@ def _copy_of(
     """
     if not dist.is_initialized() and WorkerIdentity.from_environment().world_size > 1:
         raise RuntimeError(
-            "a pickled DistributedDataParallel is read by workers that have a process group: call "
-            "torch.distributed.init_process_group() before; elsewhere, as in processes of a DataLoader, pickle "
-            "model.module instead"
+            "unpickling a DistributedDataParallel needs a process group: call "
+            "torch.distributed.init_process_group() first; in processes without one, such as those of a "
+            "DataLoader, pickle model.module instead"
         )
     model = kind.__new__(kind)
     torch.nn.Module.__init__(model)

@@ -65,14 +65,14 @@ def check_module(module: torch.nn.Module, parameters: Sequence[torch.nn.Paramete
         wrapped = isinstance(layer, torch.nn.parallel.DistributedDataParallel)
         if wrapped and not averaged.isdisjoint(layer.parameters()):
             raise ValueError(
-                f"the module has parts that {type(layer).__module__}.{type(layer).__name__} wraps already: their "
-                "gradients would be averaged twice. Wrap the bare module, once"
+                f"the module has parts that {type(layer).__module__}.{type(layer).__name__} already wraps: their "
+                "gradients would be averaged twice. Wrap the bare module once"
             )
     if any(parameter.is_meta for parameter in parameters):
         raise ValueError(
-            "the module has parameters on the meta device, which have no values; give them memory first (to_empty() "
-            "and an initialisation), then wrap it. Of models in host memory, workers other than the first may leave "
-            "that to the wrapper"
+            "the module has parameters on the meta device, which have no values; allocate them first (to_empty() "
+            "and an initialisation), then wrap it. For a model in host memory, only worker 0 must do so; the "
+            "wrapper fills the others"
         )
     if any(isinstance(parameter, torch.nn.parameter.UninitializedParameter) for parameter in parameters):
         raise RuntimeError(

@@ -87,18 +87,18 @@ def check_joinable(
     """
     if offloaded and keeps_devices:
         raise ValueError(
-            "join() does not go with COARSE_KEEP_DEVICES and a DistributedOptimizer: within join() workers make the "
-            "updates, and a restarted one would go on from before it. Give all workers equally many batches, or "
-            "unset COARSE_KEEP_DEVICES."
+            "join() cannot be combined with COARSE_KEEP_DEVICES and a DistributedOptimizer: within join() workers "
+            "compute the updates, and a restarted one would resume from an older state. Give all workers the same "
+            "number of batches, or unset COARSE_KEEP_DEVICES."
         )
     if narrow := {parameter.dtype for parameter in offloaded} - {torch.float32}:
         raise ValueError(
-            f"join() does not go with a DistributedOptimizer of parameters of {', '.join(map(str, narrow))}: within "
-            "join() workers make the updates, without the float32 master weights of the memory devices. Give all "
-            "workers equally many batches, or train a float32 model under torch.autocast."
+            f"join() cannot be combined with a DistributedOptimizer of parameters of {', '.join(map(str, narrow))}: "
+            "within join() workers compute the updates, without the float32 master weights of the memory devices. "
+            "Give all workers the same number of batches, or train a float32 model under torch.autocast."
         )
     if has_tables:
         raise ValueError(
-            "join() does not work with layers of sparse=True, whose workers tell each other how many rows they have. "
-            "Give all workers equally many batches, or build the layers with sparse=False."
+            "join() cannot be combined with layers of sparse=True, whose workers exchange their numbers of rows. "
+            "Give all workers the same number of batches, or build the layers with sparse=False."
         )

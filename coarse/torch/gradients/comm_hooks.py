@@ -32,9 +32,9 @@ def travel_dtype(hook: Any) -> torch.dtype | None:
         if _is_same(hook, each):
             return dtype
     raise NotImplementedError(
-        f"coarse.torch.DistributedDataParallel knows no communication hook {hook!r} by name; it takes "
-        "dist.BuiltinCommHookType.ALLREDUCE and FP16_COMPRESS, and by register_comm_hook() allreduce_hook, "
-        "fp16_compress_hook and bf16_compress_hook of torch, and hooks of your own"
+        f"coarse.torch.DistributedDataParallel does not support the built-in communication hook {hook!r}; it "
+        "supports dist.BuiltinCommHookType.ALLREDUCE and FP16_COMPRESS and, by register_comm_hook(), torch's "
+        "allreduce_hook, fp16_compress_hook and bf16_compress_hook, and your own hooks"
     )
 
 

@@ -88,7 +88,7 @@ class _Lookup(torch.autograd.Function):  # type: ignore[misc]
         if ctx.indices._version != ctx.version:
             raise RuntimeError(
                 "the indices of an embedding have been modified by an in-place operation after they were looked up; "
-                "its gradient needs them as they were"
+                "its gradient needs their original values"
             )
         slot = None
         # Differentiable gradients, and gradients that do not go to .grad, must not be in memory that is overwritten.

@@ -224,7 +224,5 @@ def try_gpu(
         gpu = find_gpu(parameters)
         return None if gpu is None else GpuGradients(group, names, parameters, gpu, waits=waits)
     except _native.CudaError as error:
-        logger.warning(
-            "gradients of %s are copied while the processor waits, which takes longer: %s", group.name, error
-        )
+        logger.warning("gradients of %s are copied synchronously, which is slower: %s", group.name, error)
         return None

@@ -132,13 +132,13 @@ class GradientLayout:
         if gradient.layout is not torch.strided:
             raise ValueError(
                 f"parameter {self._names[index]!r}: gradients of layout {gradient.layout} cannot be "
-                "averaged, except of nn.Embedding. Make the layer produce dense ones (sparse=False), or list "
+                "averaged, except those of nn.Embedding. Make the layer produce dense ones (sparse=False), or list "
                 "the parameter in module._ddp_params_and_buffers_to_ignore and average it yourself."
             )
         if gradient.dtype != self._dtypes[index] or gradient.shape != self._shapes[index]:
             raise ValueError(
                 f"parameter {self._names[index]!r} was {self._dtypes[index]} {list(self._shapes[index])} when the "
-                f"model was wrapped, its gradient is {gradient.dtype} {list(gradient.shape)}. Convert the model "
+                f"model was wrapped, but its gradient is {gradient.dtype} {list(gradient.shape)}. Convert the model "
                 "before wrapping it."
             )
         if gradient.requires_grad:

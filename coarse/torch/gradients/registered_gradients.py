@@ -135,7 +135,7 @@ class RegisteredGradients:
 
 def _why_no_nccl() -> str:
     if torch.are_deterministic_algorithms_enabled():
-        return "torch.use_deterministic_algorithms() is on, and NCCL adds in an order of its own"
+        return "torch.use_deterministic_algorithms() is on, and NCCL chooses its own order of additions"
     return ""
 
 

@@ -124,13 +124,13 @@ class SparseGradients:
         name, parameter = self._parameters[index]
         if gradient.layout is not torch.sparse_coo or gradient.sparse_dim() != 1:
             raise ValueError(
-                f"parameter {name!r} belongs to a layer with sparse=True, but its gradient is not one of rows. If "
+                f"parameter {name!r} belongs to a layer with sparse=True, but its gradient is not sparse. If "
                 "other layers use it too, build all of them with sparse=False."
             )
         if gradient.dtype != parameter.dtype or gradient.shape != parameter.shape:
             raise ValueError(
-                f"parameter {name!r} is {parameter.dtype} {list(parameter.shape)}, its gradient is {gradient.dtype} "
-                f"{list(gradient.shape)}. Convert the model before wrapping it."
+                f"parameter {name!r} is {parameter.dtype} {list(parameter.shape)}, but its gradient is "
+                f"{gradient.dtype} {list(gradient.shape)}. Convert the model before wrapping it."
             )
         return gradient.detach().coalesce()
 
@@ -166,9 +166,7 @@ def check_tables(
             continue
         reason = session.cannot_reduce_rows()
         if not parameter.is_cpu or not parameter.is_contiguous():
-            reason = (
-                f"it has strides {parameter.stride()} on {parameter.device}, and rows are taken as they lie"
-            )
+            reason = f"it has strides {parameter.stride()} on {parameter.device}, but must be contiguous on the CPU"
         if reason:
             raise ValueError(
                 f"parameter {name!r}: sparse gradients cannot be averaged here: {reason}. Build the layer with "

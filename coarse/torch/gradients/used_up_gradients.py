@@ -80,8 +80,8 @@ class UsedUpGradient(torch.Tensor):  # type: ignore[misc]
 
 def _too_late() -> RuntimeError:
     return RuntimeError(
-        "overlap=True has memory devices update each parameter during backward(), so that between backward() and "
-        "step() there is no gradient to clip, scale, add to or look at. To clip by the norm, make "
+        "with overlap=True, memory devices update each parameter during backward(), so between backward() and "
+        "step() no gradient exists to clip, scale, add to or read. To clip by the norm, create "
         "DistributedOptimizer(..., max_grad_norm=) with overlap=False, which clips within the update; for "
-        "clip_grad_value_() and whatever else needs gradients, pass overlap=False. Call step() after each backward()"
+        "clip_grad_value_() and other uses of gradients, pass overlap=False. Call step() after each backward()"
     )

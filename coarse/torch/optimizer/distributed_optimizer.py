@@ -132,7 +132,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         policy = GradientPolicy(max_norm=max_grad_norm, on_nonfinite=on_nonfinite)
         if overlap and policy.needs_measures:
             raise ValueError(
-                "max_grad_norm and on_nonfinite need all gradients before the first update, which overlap=True makes "
+                "max_grad_norm and on_nonfinite need all gradients before the first update, but overlap=True updates "
                 "during backward; pass overlap=False"
             )
         if staleness < 0:
@@ -187,8 +187,8 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         reason = self._model.agree_on_obstacle(_obstacle(self._optimizer, rule, self._model))
         if rule is None or reason:
             raise ValueError(
-                f"parameters were added to a {type(self._optimizer).__name__} that runs in the memory devices, and "
-                f"these cannot take them: {reason}. Give them an optimizer of their own"
+                f"parameters were added to a {type(self._optimizer).__name__} that runs in the memory devices, but "
+                f"these cannot update them: {reason}. Give them a separate optimizer"
             )
         _check_members(self._optimizer, self._model)
         _check_growth(self._model)
@@ -220,8 +220,8 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         """Whether GradScaler passes scale and found_inf to step(); GradScaler reads it before it calls step()."""
         if self.overlaps:
             raise RuntimeError(
-                "overlap=True has updated the parameters during backward(), by gradients of the scaled loss, which "
-                "GradScaler could not unscale any more. Pass overlap=False, or train in bfloat16 without a GradScaler"
+                "overlap=True has updated the parameters during backward() with gradients of the scaled loss, before "
+                "GradScaler could unscale them. Pass overlap=False, or train in bfloat16 without a GradScaler"
             )
         return self._part is not None
 
@@ -478,20 +478,21 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         held = (parameter for options in self.param_groups for parameter in options["params"])
         if any(not isinstance(each.grad, (UsedUpGradient, NoneType)) and each.numel() for each in held):
             raise RuntimeError(
-                "overlap=True updates parameters in the backward() that averages gradients, but there are gradients "
-                "that no such backward() has used. End each accumulation under no_sync() with a backward() outside "
-                "of it; torch.distributed.checkpoint, which makes gradients of zeros for a step of its own, works "
-                "once the training has taken a step; or pass overlap=False."
+                "overlap=True updates parameters in the backward() that averages gradients, but some gradients were "
+                "not used by such a backward(). End each accumulation under no_sync() with a backward() outside of "
+                "it, or pass overlap=False. torch.distributed.checkpoint, which takes a step with gradients of "
+                "zeros, works once the training has taken a step."
             )
 
     def _warn_of_local_gradients(self, part: OffloadedPart) -> None:
         if part.gradients.has_local and not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                "gradients came of a backward that did not average: of a forward of the inner module, the second one "
-                "of a forward (or of two), or under no_sync(). Memory devices update the parameters of all workers "
-                "by those of one. Sum losses up and call backward() once, or average_gradients() of the model "
-                "before step(); if you average gradients yourself, all is well",
+                "the gradients come from a backward that did not average them: after a forward of the inner module, "
+                "as the second backward of a forward (or of two), or under no_sync(). Memory devices update the "
+                "parameters of all workers with the gradients of one. Add the losses and call backward() once, or "
+                "call the model's average_gradients() before step(); if you average gradients yourself, ignore "
+                "this warning",
                 stacklevel=4,
             )
 
@@ -499,9 +500,9 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         for name, parameter in self._not_held:
             if parameter.grad is not None:
                 raise RuntimeError(
-                    f"parameter {name!r} has a gradient that no forward of the wrapped model has come before since "
-                    "requires_grad_(True): it was not averaged, and memory devices do not hold the parameter yet. "
-                    "Call the model itself, not model.module"
+                    f"parameter {name!r} has a gradient, but the wrapped model's forward has not run since "
+                    "requires_grad_(True): the gradient was not averaged, and memory devices do not hold the "
+                    "parameter yet. Call the model itself, not model.module"
                 )
 
 
@@ -517,13 +518,12 @@ def _check_kinds(optimizer: object, model: object) -> None:
     if not isinstance(model, DistributedDataParallel):
         compiled = isinstance(getattr(model, "_orig_mod", None), DistributedDataParallel)
         raise TypeError(
-            "DistributedOptimizer needs the model as coarse.torch.DistributedDataParallel wrapped it, not a "
-            f"{type(model).__name__}{'; give it the one that torch.compile was given' if compiled else ''}"
+            "DistributedOptimizer needs a model wrapped by coarse.torch.DistributedDataParallel, not a "
+            f"{type(model).__name__}{'; pass the model that torch.compile was given' if compiled else ''}"
         )
     if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, DistributedOptimizer):
         raise TypeError(
-            "DistributedOptimizer takes the place of one of torch's optimizers, not of a "
-            f"{type(optimizer).__name__}"
+            f"DistributedOptimizer replaces one of torch's optimizers, not a {type(optimizer).__name__}"
         )
 
 
@@ -532,7 +532,7 @@ def _obstacle(
 ) -> str:
     """The reason why the optimizer must run on the workers; "" if there is none."""
     if rule is None:
-        return f"they know {KNOWN_OPTIMIZERS}, not {type(optimizer).__name__}"
+        return f"they support {KNOWN_OPTIMIZERS}, not {type(optimizer).__name__}"
     renormalised = find_renormalised(model.module)
     members = _members(optimizer, model)
     if not members:
@@ -542,13 +542,15 @@ def _obstacle(
         if not parameter.is_cpu and not is_on_one_gpu:
             return f"parameter {name!r} is on {parameter.device}, neither in host memory nor all on one GPU"
         if parameter in renormalised:
-            return f"the max_norm of parameter {name!r} has forward write to it, on each worker by itself"
+            return f"the max_norm of parameter {name!r} makes forward change it, on each worker separately"
         if parameter not in model.tables and isinstance(optimizer, torch.optim.SparseAdam):
-            return f"parameter {name!r} is no table, and SparseAdam updates only tables"
+            return f"parameter {name!r} is not a table, and SparseAdam updates only tables"
         if parameter in model.tables and (reason := cannot_update_rows(optimizer)):
             return f"parameter {name!r}: {reason}"
         if parameter.is_complex() or DTYPE_NAMES[parameter.dtype] not in UPDATABLE_DTYPES:
-            return f"parameter {name!r} is {parameter.dtype}, and they update {', '.join(UPDATABLE_DTYPES)}"
+            return (
+                f"parameter {name!r} is {parameter.dtype}, but they update only {', '.join(UPDATABLE_DTYPES)}"
+            )
     return model.cannot_offload([parameter for _, parameter in members])
 
 
@@ -584,31 +586,31 @@ def _check_recovery(
     """Refuses unrecoverable configurations if the model's memory devices are kept or have replicas."""
     if model.keeps_devices and (left := len(model.trained_parameters) - len(_members(optimizer, model))):
         raise ValueError(
-            f"COARSE_KEEP_DEVICES needs one DistributedOptimizer of all trainable parameters of the model, and this "
-            f"one leaves {left} out: what others update would be of another step after a crash. Give it all of them "
-            "(parameter groups may have settings of their own), freeze the others before wrapping, or unset "
+            "COARSE_KEEP_DEVICES needs one DistributedOptimizer of all trainable parameters of the model, but this "
+            f"one lacks {left}: after a crash, parameters that others update would be of another step. Give it all "
+            "of them (each parameter group may have its own settings), freeze the others before wrapping, or unset "
             "COARSE_KEEP_DEVICES"
         )
     if overlap and model.replicates_devices:
         raise ValueError(
-            "overlap=True does not go with COARSE_REPLICAS: it updates parameters while gradients of others are not "
-            "complete yet, so that neither copy alone could finish a step; pass overlap=False, or unset "
+            "overlap=True cannot be combined with COARSE_REPLICAS: it updates parameters before the gradients of "
+            "others are complete, so neither copy alone could finish a step; pass overlap=False, or unset "
             "COARSE_REPLICAS"
         )
     if overlap and model.keeps_devices and model.tables:
         raise ValueError(
-            "overlap=True and COARSE_KEEP_DEVICES do not go with sparse gradients: updates of tables cannot be "
-            "undone; pass overlap=False, or make the embeddings dense (sparse=False)"
+            "overlap=True and COARSE_KEEP_DEVICES cannot be combined with sparse gradients: updates of tables cannot "
+            "be undone; pass overlap=False, or make the embeddings dense (sparse=False)"
         )
     if model.tables and model.replicates_devices:
         raise ValueError(
-            "COARSE_REPLICAS does not go with sparse gradients: an update of a table changes few rows, and whole "
-            "shards would be copied; make the embeddings dense (sparse=False), or unset COARSE_REPLICAS"
+            "COARSE_REPLICAS cannot be combined with sparse gradients: an update of a table changes few rows, but "
+            "whole shards would be copied; make the embeddings dense (sparse=False), or unset COARSE_REPLICAS"
         )
     if staleness and model.keeps_devices:
         raise ValueError(
-            f"staleness={staleness} does not go with COARSE_KEEP_DEVICES: copies on workers die with them; pass "
-            "staleness=0, or unset COARSE_KEEP_DEVICES"
+            f"staleness={staleness} cannot be combined with COARSE_KEEP_DEVICES: the copies on workers are lost with "
+            "them; pass staleness=0, or unset COARSE_KEEP_DEVICES"
         )
 
 
@@ -620,8 +622,8 @@ def _refusal_of_steps(model: DistributedDataParallel) -> Callable[..., None]:
         alive = reference()
         if alive is not None and alive.is_offloaded(optimizer):
             raise RuntimeError(
-                f"this {type(optimizer).__name__} runs in the memory devices; call step() of what "
-                "DistributedOptimizer has made of it: optimizer = coarse.torch.DistributedOptimizer(optimizer, model)"
+                f"this {type(optimizer).__name__} runs in the memory devices; call step() of its "
+                "DistributedOptimizer: optimizer = coarse.torch.DistributedOptimizer(optimizer, model)"
             )
 
     return refuse
@@ -647,14 +649,14 @@ def _check_members(optimizer: torch.optim.Optimizer, model: DistributedDataParal
         taken = {parameter for _, parameter in part.named} if part.optimizer is not optimizer else set()
         if names := [name for name, parameter in members if parameter in taken]:
             raise RuntimeError(
-                f"parameter {names[0]!r}{f' and {len(names) - 1} more' if names[1:] else ''} of the model has a "
-                f"DistributedOptimizer already, of a {type(part.optimizer).__name__}. Give each parameter to one "
-                "optimizer, or wrap the module again for another one"
+                f"parameter {names[0]!r}{f' and {len(names) - 1} more' if names[1:] else ''} of the model cannot "
+                f"get a second DistributedOptimizer; the first one runs {type(part.optimizer).__name__}. Give each "
+                "parameter to only one optimizer, or wrap the module again for another one"
             )
     if foreign := len(held - {parameter for _, parameter in members}):
         raise ValueError(
-            f"the optimizer holds {foreign} trainable parameter(s) whose gradients this model does not average: they "
-            "are not in the module that was wrapped. Give them an optimizer of their own"
+            f"the optimizer has {foreign} trainable parameter(s) whose gradients this model does not average: they "
+            "are not in the module that was wrapped. Give them a separate optimizer"
         )
 
 
@@ -662,7 +664,7 @@ def _check_growth(model: DistributedDataParallel) -> None:
     """Refuses later additions of parameters if memory devices are kept: restarted workers would not expect them."""
     if model.keeps_devices:
         raise ValueError(
-            "COARSE_KEEP_DEVICES does not go with parameters that come to an optimizer in the memory devices later: "
-            "a restarted worker looks for those that there were at first. Have all that will be trained require "
-            "gradients when the model is wrapped, and be in the optimizer; or unset COARSE_KEEP_DEVICES"
+            "COARSE_KEEP_DEVICES cannot be combined with parameters added later to an optimizer in the memory "
+            "devices: a restarted worker looks for the original ones. Wrap the model when all parameters to train "
+            "require gradients, and give all of them to the optimizer; or unset COARSE_KEEP_DEVICES"
         )

@@ -36,8 +36,8 @@ class LentState:
         if unknown:
             raise RuntimeError(
                 f"optimizer.state has {', '.join(sorted(map(repr, unknown)))}, which the memory devices cannot keep: "
-                f"they run this optimizer, and have {', '.join(sorted(self._known))}. Keep it in a dictionary of "
-                "your own, or use the optimizer without DistributedOptimizer"
+                f"they run this optimizer, and have {', '.join(sorted(self._known))}. Keep it in a separate "
+                "dictionary, or use the optimizer without DistributedOptimizer"
             )
         return _print_of(self.mapping) != self._print
 

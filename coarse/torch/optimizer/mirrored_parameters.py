@@ -50,8 +50,8 @@ class MirroredParameters:
         parameter = self._parameters[index]
         if self._layout_of(parameter) != self._layouts[index]:
             raise RuntimeError(
-                f"a parameter was {self._layouts[index]} when its optimizer was given to the memory devices, and is "
-                f"{self._layout_of(parameter)} now; convert or move the model before it is wrapped"
+                f"a parameter was {self._layouts[index]} when its optimizer was given to the memory devices, but is "
+                f"{self._layout_of(parameter)} now; convert or move the model before you wrap it"
             )
         return int(parameter.data_ptr())
 

@@ -83,12 +83,12 @@ class RemoteOptimizer(UnsupportedFeatures):
         if self._gradients is None:
             return "a job of one worker has no memory devices"
         if self._travel_dtype is not None:
-            return f"a communication hook has gradients travel in {self._travel_dtype}, which rounds them"
+            return f"a communication hook sends gradients as {self._travel_dtype}, which rounds them"
         if self._bucket_hook is not None:
-            return "a communication hook averages gradients in place of the memory devices"
+            return "a communication hook averages gradients instead of the memory devices"
         gpu = common_gpu(parameters)
         if gpu and self._session.settings.gpu_transfers == "off":
-            return "the model is on a GPU, and COARSE_GPU_TRANSFERS=off has the processor copy gradients"
+            return "the model is on a GPU, and COARSE_GPU_TRANSFERS=off makes the processor copy gradients"
         return self._session.cannot_update(gpu)
 
     def offload(
@@ -202,8 +202,8 @@ class RemoteOptimizer(UnsupportedFeatures):
         if not self._is_true_anywhere(shortage is not None):
             return None
         return shortage or OutOfDeviceMemoryError(
-            f"{self._name}: another worker of the job cannot have the memory that its part needs, and says how "
-            "much; use fewer workers on its node, or a smaller model"
+            f"{self._name}: another worker of the job cannot allocate the memory for its part, and reports how "
+            "much it needs; use fewer workers on its node, or a smaller model"
         )
 
     def _average_again(self, free: NamedParameters, forgotten: Sequence[torch.nn.Parameter]) -> None:
@@ -275,7 +275,9 @@ class RemoteOptimizer(UnsupportedFeatures):
         elif has_copies:
             updates.mirror(offloaded.mirror(gradients.settle))
         elif self._is_true_anywhere(bool(reason := _tensor_group(gradients).map_own_parameters())):
-            logger.info("workers see what others write to parameters: %s", reason or "another worker has to")
+            logger.info(
+                "workers see other workers' writes to parameters: %s", reason or "another worker needs this"
+            )
             offloaded.share()
         else:
             offloaded.share(_tensor_group(gradients).open_own_parameters(publishes=offloaded.writes))
@@ -298,7 +300,7 @@ class RemoteOptimizer(UnsupportedFeatures):
             reason: The reason why this worker's cannot; "" if it can.
         """
         if self._gradients is not None and self._is_true_anywhere(bool(reason)):
-            return reason or "that of another worker cannot, and says why"
+            return reason or "another worker's cannot; its message gives the reason"
         return reason
 
     def _is_true_anywhere(self, condition: bool) -> bool:
@@ -324,7 +326,7 @@ class RemoteOptimizer(UnsupportedFeatures):
     def _open_gradients(self, part: OffloadedPart) -> GradientParts:
         if self._gradients is None or self._closed or part not in self._gradients.offloaded:
             raise SessionClosedError(
-                "this model was closed, or parameters that came later did not fit into device memory: its optimizer "
+                "this model was closed, or parameters added later did not fit into device memory: its optimizer "
                 "no longer runs in memory devices"
             )
         return self._gradients

@@ -240,9 +240,9 @@ class RemoteParameters:
             if not _can_be_taken_over(parameter, view):
                 raise RuntimeError(
                     f"parameter {index} was {_described(view)} when DistributedOptimizer was made, and is "
-                    f"{_described(parameter)} now, so that the memory devices cannot go on with its values. "
-                    "Convert and move the model before it is wrapped; in place of share_memory(), and of what "
-                    "torch.multiprocessing sends, take copies (parameter.detach().clone())"
+                    f"{_described(parameter)} now, so the memory devices cannot use its values. Convert and move the "
+                    "model before you wrap it; instead of share_memory(), and of tensors sent by "
+                    "torch.multiprocessing, use copies (parameter.detach().clone())"
                 )
             elsewhere.append(index)
         return elsewhere
@@ -279,8 +279,8 @@ class RemoteParameters:
             return
         raise RuntimeError(
             f"this worker has written to parameter {index} of shape {tuple(self._parameters[index].shape)}, or to "
-            "one next to it, while memory devices updated it: a thread of its own, or with overlap=True a hook of "
-            "backward(). Write to parameters between step() and the next backward()"
+            "one next to it, while memory devices updated it: from another thread or, with overlap=True, from a "
+            "hook of backward(). Write to parameters only between step() and the next backward()"
         )
 
     def _note_update(self, indices: Sequence[int]) -> None:
@@ -349,10 +349,10 @@ class RemoteParameters:
             # Memory devices would detect it only after their own node's update.
             index = int(np.flatnonzero(digests)[0])
             raise RuntimeError(
-                f"this worker has written values to parameter {index} of shape "
-                f"{tuple(self._parameters[index].shape)} since the last update that others have not: what is "
-                "written to parameters between two steps (load_state_dict(), copy_(), an average of weights) every "
-                "worker has to write alike, or put back what was there before the next step"
+                f"since the last update, this worker has written values to parameter {index} of shape "
+                f"{tuple(self._parameters[index].shape)} that other workers have not. Every worker must write the "
+                "same values to parameters between two steps (load_state_dict(), copy_(), an average of weights), "
+                "or restore the old values before the next step"
             )
         return digests
 

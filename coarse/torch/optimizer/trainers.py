@@ -92,8 +92,8 @@ class OptimizerOffloading:
             if any(id(parameter) in members for parameter in model.parameters()):
                 return model
         raise ValueError(
-            f"{type(optimizer).__name__} has the parameters of no model that was set up, and offload_optimizer has "
-            "it run in the memory devices of its model: set up the model before it, as in prepare(model, optimizer)"
+            f"{type(optimizer).__name__} has no parameters of a model that was set up, but offload_optimizer runs it "
+            "in the memory devices of its model: set up the model first, as in prepare(model, optimizer)"
         )
 
 
@@ -113,7 +113,7 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 def _clipping_error(asked: str) -> ValueError:
     return ValueError(
-        f"{asked} does not go with an optimizer that has overlap=True: memory devices update parameters during "
-        "backward(), after which there is no gradient to clip. Leave overlap out, as in offload_optimizer=True or "
-        '{"max_grad_norm": 1.0}, with which memory devices clip; or clip nothing'
+        f"{asked} cannot be combined with an optimizer that has overlap=True: memory devices update parameters "
+        "during backward(), after which no gradient is left to clip. Omit overlap, as in offload_optimizer=True "
+        'or {"max_grad_norm": 1.0}, with which memory devices clip; or disable clipping'
     )

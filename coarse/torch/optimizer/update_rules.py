@@ -57,8 +57,8 @@ class SgdRule:
         momentum, is_first = float(options["momentum"]), update_number == 1
         if momentum and not self.has_momentum:
             raise ValueError(
-                "this SGD had no momentum when it was given to DistributedOptimizer, so that no memory device keeps "
-                "its buffer; give every optimizer that is to have momentum some from the start"
+                "this SGD had no momentum when it was given to DistributedOptimizer, so no memory device keeps its "
+                "buffer; give each optimizer that will need momentum some from the start"
             )
         rule = Rule.SGD if not momentum else Rule.SGD_NESTEROV if options["nesterov"] else Rule.SGD_MOMENTUM
         return {
