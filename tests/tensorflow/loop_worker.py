@@ -1,4 +1,6 @@
 """A process that runs training loops (training_loops_of_keras.py) until a request ends it: a worker or the reference.
+
+test_keras_training_loops.py starts it with a name, a rendezvous path and a pipe.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def gradients_live_in_registered_memory(context: Context) -> Any:
 
 @contract
 def a_model_that_becomes_narrower_and_wide_again_has_averages(context: Context) -> Any:
-    """Both changes move its gradients to other memory; under torch's class these are no longer averaged afterwards."""
+    """Both changes move its gradients to other memory; torch's class does not average them afterwards."""
     model, alone = context.wrap(mlp()), mlp()
     alone.load_state_dict(model.module.state_dict())
     for step in range(4):

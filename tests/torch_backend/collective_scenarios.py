@@ -1,4 +1,4 @@
-"""Collectives on plain tensors; each returns what this rank has afterwards, for a comparison with gloo."""
+"""Collectives on plain tensors; each returns this rank's resulting tensors, for a comparison with gloo."""
 
 from __future__ import annotations
 

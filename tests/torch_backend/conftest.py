@@ -1,4 +1,4 @@
-"""Skips everything here where torch is missing, and runs each backend's ranks once for all tests."""
+"""Skips all tests here if torch is missing, and starts each backend's ranks once for all tests."""
 
 from __future__ import annotations
 

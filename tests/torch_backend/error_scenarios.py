@@ -1,4 +1,4 @@
-"""What goes wrong; each returns the texts of the errors that this rank had."""
+"""Fault scenarios; each returns the texts of this rank's errors."""
 
 from __future__ import annotations
 

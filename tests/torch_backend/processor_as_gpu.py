@@ -1,7 +1,7 @@
-"""Has PyTorch's own tests take the processor for four GPUs, so that those of DDP run without one.
+"""Makes PyTorch's own tests use the CPU as four GPUs, so that the DDP tests run without a GPU.
 
-What is asked for on a GPU is made on the processor; streams and synchronisation do nothing. Tests of what a GPU does
-by itself fail under any DDP then; they are told apart by running all under torch's.
+Tensors for a GPU are created on the CPU; streams and synchronisation do nothing. Tests of a GPU's own behaviour then
+fail under any DDP; running all tests under torch's DDP identifies them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One rank of a RankPool: runs scenarios by name and sends back what they return. Imports nothing of COARSE."""
+"""One rank of a RankPool: runs scenarios by name and returns their results. Imports nothing from COARSE."""
 
 from __future__ import annotations
 

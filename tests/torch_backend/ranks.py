@@ -1,4 +1,4 @@
-"""The processes that are the ranks of a process group, and what they are started with."""
+"""The processes of a process group's ranks, and their start parameters."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""init_process_group("coarse"), with nothing imported, gives the bits of gloo.
+"""init_process_group("coarse"), without any import of COARSE, gives the same bits as gloo.
 
 Each scenario runs with the same seeds in two ranks under both backends. With two ranks a sum has one order of
-additions, so that results must be equal bit for bit.
+additions, so results must be bitwise equal.
 """
 
 from __future__ import annotations

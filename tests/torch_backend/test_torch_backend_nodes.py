@@ -1,6 +1,6 @@
-"""A group over several nodes, here those that COARSE_NODE tells apart, gives the bits of one on a single node.
+"""A group over several nodes, which COARSE_NODE separates here, gives the same bits as on a single node.
 
-What one node gives is compared with gloo in test_torch_backend.py.
+test_torch_backend.py compares the results of a single node with gloo.
 """
 
 from __future__ import annotations

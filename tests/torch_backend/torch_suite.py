@@ -3,11 +3,11 @@
     python tests/torch_backend/torch_suite.py --backend coarse --backend gloo --ranks 4 --report results.md [NAME ...]
     python tests/torch_backend/torch_suite.py --wrapper coarse --wrapper torch --ranks 2 [NAME ...]
 
-The file chooses its tests by the name of a backend that it knows. Here it is told that the backend is gloo, so that
-it chooses the same tests for both, and every process group that it makes is made of the backend that is to be tested.
+The file selects its tests by the name of a known backend. Here the name is always gloo, so that it selects the same
+tests for both, and every process group that it creates uses the tested backend.
 
-With --wrapper the tests that wrap models run on gloo, all of them with the processor in the place of GPUs, and models
-are wrapped by coarse.torch.DistributedDataParallel or by torch's.
+With --wrapper, the tests that wrap models run on gloo with the CPU instead of GPUs, and wrap models in
+coarse.torch.DistributedDataParallel or in torch's class.
 
 Ranks live through many tests, each test on a process group of its own; after a test that failed or took too
 long they are started anew.

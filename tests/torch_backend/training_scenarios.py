@@ -1,4 +1,4 @@
-"""What torch builds on collectives, under either backend; each returns parameters or tensors to be compared."""
+"""torch features that use collectives, under either backend; each returns parameters or tensors to compare."""
 
 from __future__ import annotations
 

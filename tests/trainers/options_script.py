@@ -1,4 +1,4 @@
-"""A worker, or a process alone, whose trainers are given options for the optimizer; started by test_trainers.py."""
+"""A worker, or a single process, whose trainers receive optimizer options; started by test_trainers.py."""
 
 from __future__ import annotations
 

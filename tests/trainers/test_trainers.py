@@ -1,4 +1,4 @@
-"""Accelerate, transformers.Trainer, Lightning, Ray Train and mpirun train with COARSE, by the examples."""
+"""Accelerate, transformers.Trainer, Lightning, Ray Train and mpirun train with COARSE, through the examples."""
 
 from __future__ import annotations
 

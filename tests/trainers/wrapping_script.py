@@ -1,4 +1,4 @@
-"""A worker that has each trainer wrap a small model, and looks at what came out; started by test_trainers.py."""
+"""A worker that wraps a small model with each trainer and checks the result; started by test_trainers.py."""
 
 from __future__ import annotations
 

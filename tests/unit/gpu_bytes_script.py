@@ -1,4 +1,4 @@
-"""Memory on a second GPU that the first one works on, as frameworks see it, by the stand-in for CUDA's driver."""
+"""Memory on a second GPU that the first one uses, as frameworks see it, with the stand-in for CUDA's driver."""
 
 from __future__ import annotations
 

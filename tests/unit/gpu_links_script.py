@@ -1,4 +1,4 @@
-"""Measures the links of three GPUs, of which the last is apart from the others; its driver is the stand-in."""
+"""Measures the links of three GPUs, the last one without access to the others; uses the stand-in driver."""
 
 from __future__ import annotations
 

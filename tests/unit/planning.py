@@ -1,4 +1,4 @@
-"""Curves and profiles for the tests of planners: closed forms, and whatever hypothesis thinks of."""
+"""Curves and profiles for planner tests: closed forms, and random ones from hypothesis."""
 
 from __future__ import annotations
 

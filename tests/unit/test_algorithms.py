@@ -1,4 +1,4 @@
-"""By which algorithms memory devices can reduce, and from which measuring chooses."""
+"""The algorithms with which memory devices can reduce, and those from which measurements choose."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Arrival counters: a model of Proxy::record(), complete() and finishShard(), run through every interleaving.
 
-Each client's descriptors are served by a memory device of its own, which is the most that can happen at once. A
-device's steps are the accesses to shared memory, in the order of coarse/kernels/src/device/proxy.cpp; the counter and
-its threshold are registered once, and an arrival that is early for the others, or for the others' last step, counts.
+A separate memory device serves each client's descriptors, which gives the highest concurrency. A device's steps are
+the accesses to shared memory, in the order of coarse/kernels/src/device/proxy.cpp. The counter and its threshold are
+registered once, and an arrival that is early for the others, or for the others' last step, counts.
 tests/native/arrival_order_test.cpp runs the proxies themselves through every order of arrivals.
 """
 

@@ -1,4 +1,4 @@
-"""Memory of a job as the kernel counts it: all its processes, shared memory that nobody has touched, limits."""
+"""Memory of a job as the kernel counts it: all its processes, untouched shared memory, limits."""
 
 from __future__ import annotations
 

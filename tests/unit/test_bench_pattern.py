@@ -1,4 +1,4 @@
-"""Contributions of a benchmark's verification: every wrong element and every missing contributor shows."""
+"""Contributions of a benchmark's verification: every wrong element and every missing contributor is detected."""
 
 from __future__ import annotations
 

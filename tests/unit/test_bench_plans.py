@@ -1,4 +1,4 @@
-"""Plans and command lines of a benchmark: what cannot be measured is refused before anything starts."""
+"""Plans and command lines of a benchmark: impossible measurements are refused before anything starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records of a benchmark: a JSON object a line, each telling commit, machine and kind."""
+"""Records of a benchmark: one JSON object per line, each with commit, machine and kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables of a benchmark: ratios are against the best peer and the limit of the same size; gaps are dashes."""
+"""Tables of a benchmark: ratios to the best peer and the limit of the same size; missing values are dashes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/benchmarks.md: its tables are those of the records, of one commit and one machine."""
+"""docs/benchmarks.md: its tables match the records, which are from one commit and one machine."""
 
 from __future__ import annotations
 

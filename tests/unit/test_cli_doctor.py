@@ -1,4 +1,4 @@
-"""`coarse doctor`: what is found is said plainly, what is missing comes with how to get it."""
+"""`coarse doctor`: reports findings clearly, and how to install missing components."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The first failure is the cause, not its loudest consequence; its last traceback is what the user reads."""
+"""The reported cause is the first failure, not a consequence; the user sees its last traceback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`coarse plan`: from a profile or a machine to tables and JSON, with reasons; errors that say what to do."""
+"""`coarse plan`: tables and JSON with reasons, from a profile or a machine; errors that suggest a fix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`coarse run`: what each worker is started with."""
+"""`coarse run`: the command and environment of each worker."""
 
 from __future__ import annotations
 

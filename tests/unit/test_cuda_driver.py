@@ -1,4 +1,4 @@
-"""The CUDA driver: found at run time, and where it is missing every use says why."""
+"""The CUDA driver: found at run time; if it is missing, every use raises an error with the reason."""
 
 from __future__ import annotations
 

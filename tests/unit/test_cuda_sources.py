@@ -1,4 +1,4 @@
-"""The CUDA kernels compile, for every GPU that they are meant for; that needs no GPU."""
+"""The CUDA kernels compile for every supported GPU; this needs no GPU."""
 
 from __future__ import annotations
 

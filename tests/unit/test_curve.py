@@ -1,4 +1,4 @@
-"""Curve: medians without outliers, straight between sizes, fitted by relative error."""
+"""Curve: medians without outliers, linear between sizes, fitted by relative error."""
 
 from __future__ import annotations
 

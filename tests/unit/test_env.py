@@ -1,4 +1,4 @@
-"""Who a worker is, as launchers say it; what contradicts itself is refused by the name of the variable."""
+"""A worker's identity from its launcher; contradictions are refused with the variable's name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a socket does not take at once goes out when it does."""
+"""Data that a socket does not accept immediately is sent later."""
 
 from __future__ import annotations
 

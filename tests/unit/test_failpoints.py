@@ -1,4 +1,4 @@
-"""Failpoints: what can be written, what it means, and that anything else is refused when a job starts."""
+"""Failpoints: syntax and meaning; anything else is refused when a job starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pictures of profiles: what they say is in the profile, whose kind and machine they name."""
+"""Pictures of profiles: they show the profile's data, and name its kind and machine."""
 
 from __future__ import annotations
 

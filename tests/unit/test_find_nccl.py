@@ -1,4 +1,4 @@
-"""NCCL: where none can be loaded, it is said why, and what to install."""
+"""NCCL: if it cannot be loaded, the error contains the reason and the package to install."""
 
 from __future__ import annotations
 

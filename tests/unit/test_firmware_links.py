@@ -1,4 +1,4 @@
-"""The seed of a profile: what the firmware says of memories on NUMA nodes, as links and what is planned by them."""
+"""The initial profile: the firmware's data on NUMA memories, as links, and the plans from them."""
 
 from __future__ import annotations
 

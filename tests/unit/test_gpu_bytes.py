@@ -1,4 +1,4 @@
-"""What frameworks are told of memory on GPUs."""
+"""Information for frameworks about memory on GPUs."""
 
 from __future__ import annotations
 

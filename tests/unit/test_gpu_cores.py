@@ -1,4 +1,4 @@
-"""Memory devices on GPUs run on the processors that their GPU is nearest to."""
+"""Memory devices on GPUs run on the CPU cores nearest to their GPU."""
 
 from __future__ import annotations
 

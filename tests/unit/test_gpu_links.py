@@ -1,4 +1,4 @@
-"""Links of GPUs: which paths are measured, and what becomes of the times."""
+"""Links of GPUs: the measured paths, and the use of their times."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""`coarse profile --gpus`: what it prints, and what it says where there is no CUDA."""
+"""`coarse profile --gpus`: its output, and its message without CUDA."""
 
 import pytest
 

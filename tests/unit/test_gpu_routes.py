@@ -1,4 +1,4 @@
-"""Routes of workers on GPUs follow what was measured between these and the memory devices'."""
+"""Routes of workers on GPUs follow the measurements between their GPUs and the memory devices' GPUs."""
 
 from __future__ import annotations
 

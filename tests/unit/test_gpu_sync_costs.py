@@ -1,4 +1,4 @@
-"""What synchronising by the memory devices and by NCCL costs, from trials of both; the clock of steps on a GPU."""
+"""Costs of synchronisation through memory devices and NCCL, from trials of both; the step clock on a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GPUs by where they sit: what NVML says of a machine, and who is paired with whom."""
+"""Topology of GPUs: NVML's data for a machine, and the pairs of workers and memory devices."""
 
 from itertools import permutations
 from types import SimpleNamespace

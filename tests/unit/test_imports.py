@@ -1,4 +1,4 @@
-"""What a process imports, it pays for: the core needs no framework, a memory device not even numpy."""
+"""Imports cost time and memory: the core needs no framework, and a memory device not even numpy."""
 
 from __future__ import annotations
 

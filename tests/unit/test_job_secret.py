@@ -1,4 +1,4 @@
-"""JobSecret: what was not set by a worker of this job, for this key, is refused."""
+"""JobSecret: values that no worker of this job set for this key are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Launch: what torchrun, MPI, Slurm and TF_CONFIG say of who a worker is and where workers meet."""
+"""Launch: a worker's identity and rendezvous from torchrun, MPI, Slurm and TF_CONFIG."""
 
 from __future__ import annotations
 

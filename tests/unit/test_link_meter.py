@@ -1,4 +1,4 @@
-"""What a profiler measures: every path once, by a worker that is at one end of it, and each size fairly."""
+"""A profiler's measurements: every path once, by a worker at one end of it, and each size equally."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a session decides of its links: by a profile where there is one, and what is set by hand beats it."""
+"""A session's decisions about its links: from a profile if available; manual settings have precedence."""
 
 from __future__ import annotations
 

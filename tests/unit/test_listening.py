@@ -1,4 +1,4 @@
-"""Worker 0 listens at the address that other workers are given."""
+"""Worker 0 listens at the address that other workers receive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The end of a process is noticed on other machines, and of one that cannot be reached nothing is claimed."""
+"""The end of a process is detected on other machines; an unreachable process does not count as ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`coarse machine`: lists, shows and checks machines; one line for what is wrong."""
+"""`coarse machine`: lists, shows and checks machines; one-line errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Emulation: whose links, how slow; refused before anything starts if it cannot be."""
+"""Emulation: the choice of links and time dilation; impossible ones are refused before anything starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Facts on the machine: pure parsers, and readers that take another root."""
+"""Facts about the machine: pure parsers, and readers that accept another root folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LinkTable: what the paper measured comes out, what shares a switch or host contends."""
+"""LinkTable: reproduces the paper's measurements; transfers that share a switch or host contend."""
 
 from __future__ import annotations
 

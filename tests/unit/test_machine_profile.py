@@ -1,4 +1,4 @@
-"""Machine files: every number has a source and a kind, and what is wrong is reported with file and line."""
+"""Machine files: every number has a source and a kind; errors contain file and line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MasterPort: nobody gets the port but a server that is to have it, from the choice to the end of the job."""
+"""MasterPort: only the intended server gets the port, from its choice until the end of the job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Device memory: sealed, complete from the start, given away by descriptor only; what is not there is not taken."""
+"""Device memory: sealed, complete from the start, shared only by descriptor; never exceeds available memory."""
 
 from __future__ import annotations
 

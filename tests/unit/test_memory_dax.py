@@ -1,7 +1,7 @@
-"""Memory on a DAX device: extents that are nobody else's as long as anybody maps them; a device is for one alone.
+"""Memory on a DAX device: extents stay reserved while any process maps them; a device has only one owner.
 
-A file stands in for the device. What differs: its bytes are in the page cache and on a disk, its size can change, it
-may be mapped at any page, and sysfs knows nothing of it.
+A file stands for the device. Differences: its bytes are in the page cache and on a disk, its size can change, it may
+be mapped at any page, and sysfs has no entry for it.
 """
 
 from __future__ import annotations

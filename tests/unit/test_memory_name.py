@@ -1,4 +1,4 @@
-"""Names of memories: each says its kind and which of it, and nothing else is one."""
+"""Names of memories: each contains a kind and its place; other texts are refused."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def test_a_place_may_hold_colons():
         ("dax", "path '' is not an absolute path"),
         (
             "cuda",
-            "device '' is not the ordinal of a GPU; write cuda:4, for example, or device = .cuda:4. in a partition table",
+            "device '' is not the ordinal of a GPU; write cuda:4, for example, or "
+            "device = .cuda:4. in a partition table",
         ),
         ("cuda:all", "device 'all' is not the ordinal"),
         ("dax:dax0.0", "path 'dax0.0' is not an absolute path"),

@@ -1,4 +1,4 @@
-"""Memory on a NUMA node: all pages lie there, which is looked up; what cannot be there is refused with the reason."""
+"""Memory on a NUMA node: all pages are on the node, which is checked; refusals contain the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory in several pieces: how it is cut, and how it travels from process to process."""
+"""Memory in several pieces: its division, and its transfer between processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""address_of_this_node: one that other nodes can reach, also where its own name is loopback to it."""
+"""address_of_this_node: an address that other nodes can reach, also if its own name resolves to loopback."""
 
 import socket
 

@@ -1,4 +1,4 @@
-"""What is compiled at a user's is in the package, with all that it includes."""
+"""The package contains all sources that users compile, with their includes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PartitionTable: every worker has exactly one memory device, and errors name the file and what is wrong."""
+"""PartitionTable: every worker has exactly one memory device; errors name the file and the fault."""
 
 import pytest
 

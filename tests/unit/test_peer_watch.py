@@ -1,4 +1,4 @@
-"""Who watches other workers hears of their end, but first what they have left."""
+"""A watcher of other workers first receives their remaining messages, then the report of their end."""
 
 from __future__ import annotations
 

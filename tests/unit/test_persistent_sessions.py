@@ -1,4 +1,4 @@
-"""Where kept memory devices are found: in directories of this user alone, whatever others have prepared."""
+"""The search for persistent memory devices: only in this user's directories, despite entries of other users."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Profile: every path or none, no contradictions, the same after a journey through a file."""
+"""Profile: all paths or none, no contradictions, unchanged after writing and reading a file."""
 
 from __future__ import annotations
 

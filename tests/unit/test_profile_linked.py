@@ -1,4 +1,4 @@
-"""Plans from link tables: routes come out as the paper measured them, costs count every link that is shared."""
+"""Plans from link tables: routes match the paper's measurements, costs include every shared link."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A few new timings change the curves of a profile as a link that became slower, or faster, would."""
+"""A few new timings change a profile's curves like a link that became slower or faster."""
 
 from __future__ import annotations
 

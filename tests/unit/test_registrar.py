@@ -1,4 +1,4 @@
-"""Registrations that come to nothing leave nothing: no group that waits for ever, no descriptor that keeps memory."""
+"""Failed registrations leave nothing behind: no group that waits forever, no descriptor that keeps memory."""
 
 from __future__ import annotations
 

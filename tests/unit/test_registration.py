@@ -1,4 +1,4 @@
-"""Registrations: what one worker sends is what a device reads, and the first difference between two is named."""
+"""Registrations: a device reads exactly what a worker sends, and reports the first difference between two workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TensorSpec: what can be registered; what cannot is refused with what to do instead."""
+"""TensorSpec: valid registrations; refusals of others suggest an alternative."""
 
 from __future__ import annotations
 

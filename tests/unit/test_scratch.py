@@ -1,4 +1,4 @@
-"""Scratch: what a process that was killed has left is removed by the next one, what is in use is not."""
+"""Scratch: a process removes the remains of a killed one, but no memory in use."""
 
 from __future__ import annotations
 

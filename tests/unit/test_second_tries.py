@@ -1,4 +1,4 @@
-"""A second try excuses a wait that was too long, and neither a crash, a sanitizer's report nor unequal results."""
+"""A second try excuses an exceeded wait, but no crash, no sanitizer report and no unequal results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings: read from the environment, checked, and refused by the name of the variable."""
+"""Settings: read from the environment and checked; refusals contain the variable's name."""
 
 from __future__ import annotations
 

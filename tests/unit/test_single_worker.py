@@ -1,4 +1,4 @@
-"""A job of one worker: the same calls, no process, no shared memory; every result is the own contribution."""
+"""A job of one worker: the same calls, no process, no shared memory; every result is its own contribution."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slots that tensors share by turns: nothing is overwritten early, and nobody waits for ever."""
+"""Slots that tensors share in turn: nothing is overwritten early, and no tensor waits forever."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slots lie with the memory devices to which their shards are routed, but for those of a page."""
+"""Slots are in the memory devices to which their shards are routed, except slots of one page."""
 
 from __future__ import annotations
 

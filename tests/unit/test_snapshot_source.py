@@ -1,4 +1,4 @@
-"""What a worker asks of a snapshot: read as it was sent, or refused; and row-major whatever its order in memory."""
+"""A worker's snapshot requests: read as sent, or refused; results are row-major for any memory order."""
 
 from __future__ import annotations
 

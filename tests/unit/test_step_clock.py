@@ -1,4 +1,4 @@
-"""StepClock: the pushes and pulls of steps tell how long forward and backward take."""
+"""StepClock: derives the times of forward and backward from the pushes and pulls of steps."""
 
 from __future__ import annotations
 

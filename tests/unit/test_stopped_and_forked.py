@@ -1,4 +1,4 @@
-"""Ranks that are stopped together lose nothing by it, forks of them can end, and a group can go at any time."""
+"""Ranks survive being stopped together, their forks can end, and a group can be destroyed at any time."""
 
 from __future__ import annotations
 

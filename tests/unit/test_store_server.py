@@ -1,4 +1,4 @@
-"""A served store lets in who knows the job's secret; what anybody else can hold or hold up is bounded."""
+"""A served store accepts clients with the job's secret; others can use or delay only a bounded amount."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Switch-over sizes: predicted from alpha and beta, looked up in curves, the same where curves are lines."""
+"""Switch-over sizes: predicted from alpha and beta, and read from curves; equal for linear curves."""
 
 from __future__ import annotations
 

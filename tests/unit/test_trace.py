@@ -1,4 +1,4 @@
-"""Recorded training steps: their files say what they hold, and what cannot be is refused."""
+"""Recorded training steps: files describe their contents; impossible contents are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Timings of real traffic: a route in use tells what its links carry, and looks no worse for being in use."""
+"""Timings of real traffic: an active route gives its links' bandwidth, not reduced by its own use."""
 
 from __future__ import annotations
 
