@@ -252,9 +252,7 @@ def measure_all(bench: Bench) -> list[dict[str, Any]]:
         makers.append(lambda d=dtype: [bench.adamw(d, 2, has_zeros=True)])
     makers += [lambda b=is_batched: [bench.small_shards(b)] for is_batched in (False, True)]
     records: list[dict[str, Any]] = []
-    for (
-        make
-    ) in makers:  # one at a time: memory holds the arrays of only one case
+    for make in makers:  # one at a time: memory holds the arrays of only one case
         for case in make():
             time_us = bench.time_us(case)
             gbytes_per_s = case.nbytes / time_us / 1e3

@@ -140,10 +140,8 @@ def _rank_of_task(cluster: Mapping[str, Any], task: Mapping[str, Any]) -> int:
     if kind == "worker":
         return len(cluster.get("chief", [])) + index
     raise ValueError(
-
-            f"task type {kind!r} is not supported; coarse.tensorflow has only chief and worker, no parameter "
-            "servers or evaluators"
-
+        f"task type {kind!r} is not supported; coarse.tensorflow has only chief and worker, no parameter "
+        "servers or evaluators"
     )
 
 

@@ -37,10 +37,8 @@ def check_nodes(settings: Settings, num_nodes: int) -> None:
         return
     if settings.keep_devices:
         raise RendezvousError(
-
-                f"memory devices are kept within one node only, but this job has {num_nodes} nodes; unset "
-                "COARSE_KEEP_DEVICES"
-
+            f"memory devices are kept within one node only, but this job has {num_nodes} nodes; unset "
+            "COARSE_KEEP_DEVICES"
         )
     if settings.sync_algorithm in ("ring", "exchange", "nccl"):
         what = (

@@ -415,10 +415,8 @@ class Settings:
             )
         if self.machine and self.algorithm not in ("auto", "exchange"):
             raise ValueError(
-
-                    f"COARSE_ALGORITHM={self.algorithm} cannot be combined with COARSE_MACHINE: emulated links "
-                    "carry 'exchange'"
-
+                f"COARSE_ALGORITHM={self.algorithm} cannot be combined with COARSE_MACHINE: emulated links "
+                "carry 'exchange'"
             )
         if self.time_dilation != 1 and not self.machine:
             raise ValueError(

@@ -422,10 +422,7 @@ class Client:
         self._check_usable()
         if max(table.lat_proxy, table.bw_proxy) >= self.table.num_devices:
             raise ValueError(
-
-                    f"{table} names a memory device that does not exist; the session has "
-                    f"{self.table.num_devices}"
-
+                f"{table} names a memory device that does not exist; the session has {self.table.num_devices}"
             )
         self._routing = table
         self._groups.route(table)

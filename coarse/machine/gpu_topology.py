@@ -231,10 +231,8 @@ def workers_of_nodes(
         place = topology.gpus[topology.find(uuid)]
         if place.numa_node is None or device not in distances.get(place.numa_node, {}):
             raise ValueError(
-
-                    f"the system does not report the distance between {place.name} ({place.bus_id}) and NUMA node "
-                    f"{device}"
-
+                f"the system does not report the distance between {place.name} ({place.bus_id}) and NUMA node "
+                f"{device}"
             )
         return distances[place.numa_node][device]
 

@@ -100,10 +100,8 @@ class LinkTable:
             raise ValueError(f"{where}: each endpoint needs a path to every other one, and none to itself")
         if path is not None and not all(0 <= index < len(self.buckets) for index in path.buckets):
             raise ValueError(
-
-                    f"{where}: buckets {list(path.buckets)} are not all among the {len(self.buckets)} buckets of "
-                    "the table"
-
+                f"{where}: buckets {list(path.buckets)} are not all among the {len(self.buckets)} buckets of "
+                "the table"
             )
 
     @property

@@ -35,9 +35,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SYSTEMS = ("none", "ddp", "horovod", "coarse", "coarse-offload")
 """The systems of experiments.aws.train, in running order."""
 
-_LARGEST_DIFFERENCE = (
-    0.1  # as a share of the parameters' total change: systems round sums differently
-)
+_LARGEST_DIFFERENCE = 0.1  # as a share of the parameters' total change: systems round sums differently
 _LIMIT_S = 3600
 
 

@@ -106,7 +106,7 @@ class UpdatedInPlace:
         stored = bytearray(self._values[self._offsets[key] : self._offsets[key] + length])
         if snapshot and not self._native.read(snapshot, self._shards[key], 0, stored):
             is_lost = self._native.is_lost(snapshot)
-            raise SnapshotLostError("the pool was full" if is_lost else "it was released, or never begun")
+            raise SnapshotLostError("the pool was full" if is_lost else "it was released or never begun")
         return _VERSION.unpack_from(stored)[0], bytes(stored[_VERSION.size :])
 
     def snapshot(self) -> int:

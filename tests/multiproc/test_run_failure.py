@@ -169,7 +169,9 @@ def test_what_workers_left_behind_cannot_hold_up_the_end(script):
         "print('done')\n"
     )
     with spawned("-n", "2", path, stdout=PIPE) as process:
-        stdout, _ = process.communicate(timeout=LIMIT_S)  # returns only after all processes have closed the pipe
+        stdout, _ = process.communicate(
+            timeout=LIMIT_S
+        )  # returns only after all processes have closed the pipe
     assert process.returncode == 0
     assert sorted(stdout.splitlines()) == [b"[w0] done", b"[w1] done"]
 

@@ -357,7 +357,9 @@ def hooks_that_average_keep_the_rest_on_the_workers(context: Context) -> Any:
         model.register_comm_hook(None, "bf16")
     model.register_comm_hook(None, lambda state, bucket: None)
     with (
-        raises(ValueError, "join() cannot be combined with a communication hook", "the same number of batches"),
+        raises(
+            ValueError, "join() cannot be combined with a communication hook", "the same number of batches"
+        ),
         model.join(),
     ):
         pass

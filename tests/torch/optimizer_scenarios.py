@@ -1522,7 +1522,9 @@ def a_schedule_that_the_loop_forgets_is_told(context: Context) -> None:
                 optimizer.step()
                 if is_stepped:
                     schedule.step()
-        told = [str(each.message) for each in caught if "the learning rate does not change" in str(each.message)]
+        told = [
+            str(each.message) for each in caught if "the learning rate does not change" in str(each.message)
+        ]
         assert len(told) == (not is_stepped), caught
         model.close()
 

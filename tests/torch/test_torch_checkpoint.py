@@ -175,7 +175,9 @@ def test_states_without_a_name_are_refused(tmp_path):
     optimizer.state[model[0].weight][0] = torch.zeros(1)
     with (
         Checkpointer(tmp_path, model, optimizer) as checkpointer,
-        pytest.raises(CheckpointError, match=r"state of 0\.weight has an entry 0, whose name is not a string"),
+        pytest.raises(
+            CheckpointError, match=r"state of 0\.weight has an entry 0, whose name is not a string"
+        ),
     ):
         checkpointer.save()
 
