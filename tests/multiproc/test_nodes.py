@@ -486,7 +486,7 @@ def test_the_end_of_a_whole_node_at_the_start_is_told_on_the_others(job, place, 
 
             def tell(watch):
                 check(watch)
-                if 1 in watch._lookouts and (said := next(looks, "")):
+                if 1 in watch._probes and (said := next(looks, "")):
                     me.tell(said)
 
             monkeypatch.setattr(rendezvous.PeerWatch, "check", tell)

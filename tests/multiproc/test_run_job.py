@@ -149,5 +149,5 @@ def test_workers_end_without_tracebacks_when_nobody_reads_them(script):
     assert process.returncode == 128 + signal.SIGPIPE
     assert b"Traceback" not in stderr
     assert stderr.splitlines()[-1].endswith(
-        b"stopped, because nobody reads the output any more; no worker is left"
+        b"stopped, because nothing reads the output any more; no worker is left"
     )

@@ -133,7 +133,10 @@ def test_workers_of_different_world_sizes_all_notice(job):
     ]
     for rank, outcome in enumerate(outcomes):
         assert outcome.error == "RendezvousError"
-        assert f"worker {rank} has WORLD_SIZE={2 + rank}, worker {1 - rank} has {3 - rank}" in outcome.message
+        assert (
+            f"worker {rank} has WORLD_SIZE={2 + rank}, but worker {1 - rank} has {3 - rank}"
+            in outcome.message
+        )
 
 
 @pytest.mark.parametrize(

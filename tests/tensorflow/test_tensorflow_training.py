@@ -343,7 +343,7 @@ def test_what_was_built_outside_of_scope_is_named(results):
 def test_data_without_batches_does_not_build_a_model(results):
     _, workers = scenario_of(results, "scope_missing")
     for said in workers:
-        assert said["no batches"].startswith("the data that model 'unbuilt' was given has no batches")
+        assert said["no batches"].startswith("the data for model 'unbuilt' has no batches")
 
 
 def test_a_step_that_xla_is_to_compile_is_refused(results):

@@ -1359,7 +1359,7 @@ def what_cannot_be_offloaded_is_refused(context: Context) -> None:
         DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), module)
     with raises(TypeError, "the model that torch.compile was given"):
         DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), torch.compile(model))
-    with raises(TypeError, "one of torch's optimizers, not of a list"):
+    with raises(TypeError, "one of torch's optimizers, not a list"):
         DistributedOptimizer(list(module.parameters()), model)
     with raises(ValueError, "overlap=False"):
         DistributedOptimizer(torch.optim.Adam(module.parameters()), model, overlap=True, max_grad_norm=1.0)

@@ -609,7 +609,7 @@ def test_another_optimizer_is_named(tmp_path):
     saved(tmp_path)
     model = with_buffers()
     message = refused(tmp_path, model, torch.optim.SGD(model.parameters(), lr=0.1))
-    assert "is of the optimizer AdamW, this one is SGD" in message
+    assert "was saved from the optimizer AdamW, but this one is SGD" in message
 
 
 def test_other_parameter_groups_are_named(tmp_path):
@@ -672,9 +672,7 @@ def test_a_folder_holds_one_training(tmp_path, caplog):
         checkpointer.restore(step=2)
         assert "checkpoints newer than that of step 2, up to step 4" in caplog.text
         take_steps(model, optimizer, steps=1, checkpointer=checkpointer)
-        with pytest.raises(
-            CheckpointError, match="of step 4, and this is step 3 of a training that did not go on"
-        ):
+        with pytest.raises(CheckpointError, match="of step 4, but this is step 3"):
             checkpointer.save()
         checkpointer.restore(step=4)
         take_steps(model, optimizer, steps=2, checkpointer=checkpointer)
@@ -688,7 +686,7 @@ def test_a_training_that_was_not_restored_does_not_save_beside_newer_checkpoints
     with Checkpointer(tmp_path, model, optimizer, every=2) as checkpointer:
         take_steps(model, optimizer, steps=2, checkpointer=checkpointer)
     with Checkpointer(tmp_path, model, optimizer, every=2) as checkpointer:
-        with pytest.raises(CheckpointError, match=r"of step 2, and this is step 2.*restore\(\) first"):
+        with pytest.raises(CheckpointError, match=r"of step 2, but this is step 2.*restore\(\) first"):
             take_steps(model, optimizer, steps=2, checkpointer=checkpointer)
         checkpointer.restore()
         take_steps(model, optimizer, steps=2, checkpointer=checkpointer)

@@ -33,7 +33,7 @@ def test_identity_is_what_the_launcher_says(environ, expected):
 @pytest.mark.parametrize(
     ("environ", "match"),
     [
-        ({"RANK": "0"}, "WORLD_SIZE is not set although other launcher variables are.*coarse run"),
+        ({"RANK": "0"}, "WORLD_SIZE is not set, although other launcher variables are.*coarse run"),
         ({"WORLD_SIZE": "2"}, "RANK is not set"),
         ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK='one' is not a whole number"),
         ({"RANK": "0", "WORLD_SIZE": ""}, "WORLD_SIZE='' is not a whole number"),
