@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_name("reduce_op.cc")
 _INCLUDE = Path(coarse.kernels.__file__).with_name("include")
-_INTERFACE = _INCLUDE / "coarse" / "async_reducer_interface.h"
+_INTERFACE = _INCLUDE / "coarse" / "client" / "async_reducer_interface.h"
 _BUILD_TIMEOUT_S = 300.0
 _UNORDERED = frozenset({"CoarseReduce", "CoarseReduceRows", "CoarseUpdate"})
 """Stateful ops that each tf.function may run concurrently, as with TensorFlow's own collectives."""
