@@ -33,7 +33,9 @@ def load() -> GPT2LMHeadModel:
     """On worker 1 all parameters are on the meta device, and buffers are not."""
     if RANK == 1:
         with init_empty_weights():
-            return GPT2LMHeadModel(CONFIG)
+            module = GPT2LMHeadModel(CONFIG)
+        module.tie_weights()  # init_empty_weights() makes two of what was one
+        return module
     torch.manual_seed(7)
     with tempfile.TemporaryDirectory() as folder:
         GPT2LMHeadModel(CONFIG).save_pretrained(folder)

@@ -264,7 +264,9 @@ def what_cannot_be_added_is_refused(context: Context) -> None:
     with raises(ValueError, "1 trainable parameter(s)", "not in the module that was wrapped"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
     with raises(
-        RuntimeError, "'2.weight' and 1 more of the model cannot get a second DistributedOptimizer", "a SGD"
+        RuntimeError,
+        "'2.weight' and 1 more of the model cannot get a second DistributedOptimizer",
+        "the first one runs SGD",
     ):
         optimizer.add_param_group({"params": list(module[2].parameters())})
     with raises(ValueError, "appear in more than one parameter group"):

@@ -183,7 +183,7 @@ def test_too_few_gpus_are_counted():
 
 
 def test_a_gpu_that_the_machine_has_not_is_named():
-    with pytest.raises(ValueError, match="names GPU 4; sdsc-p100 has 4"):
+    with pytest.raises(ValueError, match="names GPU 4, but sdsc-p100 has 4"):
         link_table(MACHINES["sdsc-p100"], PartitionTable.load("aws-p3"))
 
 

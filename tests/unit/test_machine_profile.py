@@ -115,7 +115,7 @@ SECOND_DIRECT_LINK = "\n".join(GOOD.splitlines()[22:]).replace("[0, 2]", "[2, 0]
         ("[0, 2]", "[0, 3]", 24, "GPU 3 is not one of the 3 GPUs"),
         ("[0, 2]", "[0, 0]", 24, "does not name two GPUs"),
         (GOOD, GOOD + "\n" + SECOND_DIRECT_LINK, 29, "a second direct link between GPUs 2 and 0"),
-        ('"two GPUs"', '""', 1, "description must be a text that is not empty"),
+        ('"two GPUs"', '""', 1, "description must be a string that is not empty"),
         ("[link.lane]", "[[link.lane]]", 9, "link.lane must be a table"),
         ("[path.remote]", "[path.local]", 19, "twice"),
         ("kind = ", "kind ", 4, "Expected '='"),
