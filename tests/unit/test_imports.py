@@ -167,7 +167,7 @@ def test_a_tensorflow_that_was_not_tested_is_refused_by_name(tmp_path):
     )
     assert done.returncode == 1
     assert (
-        "ImportError: coarse.tensorflow works with TensorFlow 2.21.*, and 2.99.1 is installed" in done.stderr
+        "ImportError: coarse.tensorflow works with TensorFlow 2.21.*, but 2.99.1 is installed" in done.stderr
     )
     assert "tensorflow==2.21.*" in done.stderr
 
