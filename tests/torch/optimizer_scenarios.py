@@ -1373,7 +1373,7 @@ def what_cannot_be_offloaded_is_refused(context: Context) -> None:
     with raises(ValueError, "amsgrad in some parameter groups"):
         DistributedOptimizer(torch.optim.Adam(halves), model)
     foreign = nn.Parameter(torch.zeros(3))
-    with raises(ValueError, "holds 1 trainable parameter(s)"):
+    with raises(ValueError, "has 1 trainable parameter(s)"):
         DistributedOptimizer(torch.optim.SGD([*module.parameters(), foreign], lr=0.1), model)
     optimizer = DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), model)
     with raises(RuntimeError, "cannot get a second DistributedOptimizer"):
