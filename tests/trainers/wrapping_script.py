@@ -303,7 +303,9 @@ def overlapping_in_transformers() -> None:
         quiet = {"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "logging_steps": 1}
         make = functools.partial(TrainingArguments, folder, use_cpu=True, max_steps=2, **quiet)
         samples = [{"inputs": row} for row in data(0)]
-        with cannot_clip(match=r"TrainingArguments\(max_grad_norm=1.0\), where 0 clips nothing, cannot be combined"):
+        with cannot_clip(
+            match=r"TrainingArguments\(max_grad_norm=1.0\), where 0 clips nothing, cannot be combined"
+        ):
             Trainer(module, make(), train_dataset=samples, offload_optimizer=OVERLAP)
         trainer = Trainer(module, make(max_grad_norm=0), train_dataset=samples, offload_optimizer=OVERLAP)
         trainer.train()
