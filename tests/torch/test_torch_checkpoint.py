@@ -672,7 +672,9 @@ def test_a_folder_holds_one_training(tmp_path, caplog):
         checkpointer.restore(step=2)
         assert "checkpoints newer than that of step 2, up to step 4" in caplog.text
         take_steps(model, optimizer, steps=1, checkpointer=checkpointer)
-        with pytest.raises(CheckpointError, match="of step 4, but this is step 3"):
+        with pytest.raises(
+            CheckpointError, match="of step 4, but this is step 3 of a training that did not resume"
+        ):
             checkpointer.save()
         checkpointer.restore(step=4)
         take_steps(model, optimizer, steps=2, checkpointer=checkpointer)
@@ -686,7 +688,10 @@ def test_a_training_that_was_not_restored_does_not_save_beside_newer_checkpoints
     with Checkpointer(tmp_path, model, optimizer, every=2) as checkpointer:
         take_steps(model, optimizer, steps=2, checkpointer=checkpointer)
     with Checkpointer(tmp_path, model, optimizer, every=2) as checkpointer:
-        with pytest.raises(CheckpointError, match=r"of step 2, but this is step 2.*restore\(\) first"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"of step 2, but this is step 2 of a training that did not resume.*restore\(\) first",
+        ):
             take_steps(model, optimizer, steps=2, checkpointer=checkpointer)
         checkpointer.restore()
         take_steps(model, optimizer, steps=2, checkpointer=checkpointer)
