@@ -14,7 +14,7 @@ import pytest
 from coarse.errors import OutOfDeviceMemoryError
 from coarse.kernels import _native
 from coarse.proxy.memory import HostMemory
-from coarse.wire.host_memory import refused
+from coarse.wire.host_memory import refused, reserve
 
 NUM_BYTES = 3 * mmap.PAGESIZE + 1
 TERABYTES = 1 << 50
@@ -158,10 +158,9 @@ def test_any_label_will_do(label):
 
 
 def test_pages_of_sparse_memory_are_reserved_before_they_are_written():
-    memory = HostMemory()
-    segment = memory.allocate_sparse("test", 10 * mmap.PAGESIZE)
+    segment = HostMemory().allocate_sparse("test", 10 * mmap.PAGESIZE)
     assert os.fstat(segment.fd).st_blocks == 0
-    memory.reserve("test", segment, mmap.PAGESIZE, 3 * mmap.PAGESIZE)
+    reserve("test", segment, mmap.PAGESIZE, 3 * mmap.PAGESIZE)
     assert os.fstat(segment.fd).st_blocks * 512 == 2 * mmap.PAGESIZE
     segment.close()
 
@@ -169,6 +168,6 @@ def test_pages_of_sparse_memory_are_reserved_before_they_are_written():
 def test_a_reservation_that_cannot_be_had_takes_nothing():
     segment = HostMemory().allocate_sparse("test", TERABYTES)
     with pytest.raises(OutOfDeviceMemoryError, match=r"states of model needs .* MiB of host memory"):
-        HostMemory().reserve("states of model", segment, 0, TERABYTES)
+        reserve("states of model", segment, 0, TERABYTES)
     assert os.fstat(segment.fd).st_blocks == 0
     segment.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from coarse.errors import OutOfDeviceMemoryError
 from coarse.kernels import _native
-from coarse.wire.host_memory import available_bytes, memory_name, refused, reserve, shortage_of
+from coarse.wire.host_memory import available_bytes, memory_name, refused, shortage_of
 from coarse.wire.segments import Segment
 
 
@@ -37,10 +37,6 @@ class HostMemory:
             raise refused(
                 error, label, num_bytes, shortage_of(label, num_bytes, self.available_bytes())
             ) from error
-
-    def reserve(self, label: str, segment: Segment, begin: int, end: int) -> None:
-        """Reserves pages of a sparsely allocated segment, like host_memory.reserve()."""
-        reserve(label, segment, begin, end)
 
     def available_bytes(self) -> int:
         return available_bytes()
