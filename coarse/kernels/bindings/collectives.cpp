@@ -140,8 +140,6 @@ void registerCollectives(py::module_& module) {
       .value("BIT_OR", Combine::kBitOr)
       .value("BIT_XOR", Combine::kBitXor)
       .finalize();
-  module.attr("COLLECTIVE_ABI") = kCollectiveAbi;
-  module.def("can_combine", &canCombine, py::arg("element"), py::arg("combine"));
   module.def("group_scratch_bytes", &groupScratchBytes, py::arg("num_ranks"), py::arg("buffer_bytes"));
   py::class_<Collectives, std::shared_ptr<Collectives>>(module, "Collectives")
       .def(py::init(&makeCollectives), py::kw_only(), py::arg("fd"), py::arg("rank"), py::arg("num_ranks"),
@@ -150,8 +148,6 @@ void registerCollectives(py::module_& module) {
            py::arg("element_bytes"), py::arg("combine"), py::arg("root"), py::arg("dims"),
            py::arg("piece_bytes"), py::arg("inputs"), py::arg("outputs"), py::arg("input_bytes"),
            py::arg("output_bytes"), py::arg("timeout"), py::call_guard<py::gil_scoped_release>())
-      .def_property_readonly("sequence", &Collectives::sequence)
-      .def("check_owner", &Collectives::checkOwner)
       .def("post", &post, py::kw_only(), py::arg("is_send"), py::arg("peer"), py::arg("tag"), py::arg("data"),
            py::arg("num_bytes"), py::arg("dtype"), py::arg("timeout"), py::arg("done"))
       .def("close", &Collectives::close, py::call_guard<py::gil_scoped_release>())
