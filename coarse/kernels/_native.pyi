@@ -581,7 +581,6 @@ def update_arrays(
 ) -> None: ...
 def sum_of_squares(dtype: int, address: int, num_elements: int) -> float: ...
 
-
 class CollectiveKind(enum.IntEnum):
     BARRIER = 0
     BROADCAST = 1
