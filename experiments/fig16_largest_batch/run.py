@@ -35,11 +35,8 @@ LABELS = {
 }
 PAPER = "batch 4 where AllReduce has memory for 2, and training 48 % faster (V-D, Fig 16e)"
 _SCRIPT = Path(__file__).with_name("train.py")
-_LAUNCHERS = {
-    "coarse": ("-m", "coarse", "run", "-n", str(NUM_WORKERS)),
-    "torch": ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(NUM_WORKERS)),
-}
-"""The user's command that starts the job; its memory counts too."""
+_LAUNCHER = ("-m", "coarse", "run", "-n", str(NUM_WORKERS))
+"""Starts every system's job, and counts too: torchrun imports PyTorch, which would cost DDP a batch."""
 _TIMEOUT_S = 600
 _REFUSED = "OutOfDeviceMemoryError"
 
@@ -112,13 +109,12 @@ def attempt_batch(case: Case, system: str, batch: int) -> Trial | None:
     Raises:
         BenchError: If training fails for another reason.
     """
-    launcher = _LAUNCHERS["coarse" if system.startswith("coarse") else "torch"]
     with (
         ControlGroup(case.limit_bytes) as limit,
         tempfile.TemporaryDirectory(prefix="coarse-fig16-") as folder,
     ):
         report = Path(folder, "steps.json")
-        job = [sys.executable, *launcher, str(_SCRIPT), system, "--model", case.model, "--batch", str(batch)]
+        job = [sys.executable, *_LAUNCHER, str(_SCRIPT), system, "--model", case.model, "--batch", str(batch)]
         job += ["--steps", str(case.steps), "--report", str(report)]
         done = subprocess.run(
             limit.command(job), capture_output=True, text=True, timeout=_TIMEOUT_S, cwd=folder, env=_env()

@@ -1,6 +1,6 @@
 """A plain training script, as users write it: a few steps of one system with one batch.
 
-run.py runs it under a memory limit, through `coarse run` or torchrun. Worker 0 writes the seconds of each step of
+run.py runs it under a memory limit, by `coarse run`. Worker 0 writes the seconds of each step of
 the slowest worker to a JSON file.
 """
 
