@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 from coarse.env import process_environment
 from coarse.errors import SettingsError
 from coarse.failpoints import parse_failpoints
+from coarse.machine.cci import LoadStore
 from coarse.machine.memory_name import MemoryName, parse_memory_devices
 
 ALGORITHM_CHOICES = ("auto", "gather", "direct", "ring", "exchange", "nccl")
@@ -116,6 +117,13 @@ def _are_failpoints(name: str, text: str) -> None:
 def _is_a_dual_sync(name: str, text: str) -> None:
     if text not in ("off", "auto"):
         parse_bytes(text, what=f"{name} (off, auto or a size)")
+
+
+def _are_load_store_ratios(name: str, text: str) -> None:
+    try:
+        _ = LoadStore.parse(text) if text else None
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 def _is_anything(name: str, value: object) -> None:
@@ -226,6 +234,8 @@ class Settings:
             "spread" alternates large shards between the two memory devices of the table, on emulated machines.
         machine: Machine whose links the session emulates, by name or TOML file; "" uses the real links.
         time_dilation: Factor by which emulated links are slower than the machine's.
+        dense: The paper's DENSE on an emulated machine: one memory device, which workers reach by loads and stores
+            through CCI. Two numbers, "17,4": how many times slower than the link reads and writes are; "" for COARSE.
         transfer_log: Number of transfers, from the first on, that an emulated session records for
             Session.transfers().
         dual_sync: "off" synchronises everything in the memory devices; "auto" lets workers reduce some tensors
@@ -314,6 +324,12 @@ class Settings:
         "slow-down of emulated links",
         read=_read_float,
         check=_is_between(0.001, 10**6),
+    )
+    dense: str = _setting(
+        "",
+        "emulates the paper's DENSE: slow-down of reads and writes by loads and stores, such as 17,4",
+        check=_are_load_store_ratios,
+        is_advanced=True,
     )
     transfer_log: int = _setting(
         0,
@@ -421,6 +437,11 @@ class Settings:
         if self.time_dilation != 1 and not self.machine:
             raise ValueError(
                 f"COARSE_TIME_DILATION={self.time_dilation} needs COARSE_MACHINE: only emulated time dilates"
+            )
+        if self.dense and (not self.machine or self.dual_sync != "off"):
+            raise ValueError(
+                f"COARSE_DENSE={self.dense} needs COARSE_MACHINE and COARSE_DUAL_SYNC=off: workers reach an emulated "
+                "memory device by loads and stores, and reduce nothing themselves"
             )
         if self.own_path in ("ring", "all-gather") and not self.machine:
             raise ValueError(

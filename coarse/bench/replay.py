@@ -67,6 +67,16 @@ SCHEMES: Mapping[str, Scheme] = MappingProxyType(
             is_pipelined=False,
             what="whole tensors, first in first out",
         ),
+        "dense": Scheme(
+            settings={"dense": "17,4", "memory_devices": "1", "dual_sync": "off"},
+            is_pipelined=True,
+            what="DENSE: one memory device, by loads and stores through CCI",
+        ),
+        "dense-least": Scheme(
+            settings={"dense": "9,1.25", "memory_devices": "1", "dual_sync": "off"},
+            is_pipelined=True,
+            what="DENSE with the smallest slow-down that the paper gives",
+        ),
         "allreduce": Scheme(
             settings={"dual_sync": "0", "own_path": "ring"},
             is_pipelined=True,

@@ -21,6 +21,7 @@ _TRAIN_PEERS = ("ddp", "ddp-tuned", "ddp-default", "none")
 _SAVE_PEERS = ("coarse-workers", "torch", "dcp")
 _MEMORY_PEERS = ("ddp", "ddp-default", "zero", "fsdp", "coarse-overlap")
 _REPLAY_SCHEMES = ("coarse", "offload", "spread", "local", "workers", "fifo", "allreduce")
+_DENSE_SCHEMES = ("dense", "dense-least")  # a hundred times slower, so only if they are named
 _TRACES = ("bert-large", "bert-base", "resnet50")
 _MODELS = (
     *("bert-large", "bert-base", "bert-small", "bert-tiny", "gpt2-medium", "gpt2-large"),
@@ -133,7 +134,7 @@ def _add_replay_parser(benches: Any) -> None:
     parser.add_argument("--model", default="bert-large", choices=_TRACES)
     parser.add_argument(
         "--schemes",
-        type=_names_among(_REPLAY_SCHEMES),
+        type=_names_among((*_REPLAY_SCHEMES, *_DENSE_SCHEMES)),
         default=",".join(_REPLAY_SCHEMES),
         metavar="NAMES",
         help="default: %(default)s",

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from coarse.machine.cci import LoadStore, dense_links
 from coarse.machine.links import LinkTable
 from coarse.machine.wiring import link_table
 
@@ -92,7 +93,7 @@ class Emulation:
 
 
 def choose_emulation(
-    machine: str, table: PartitionTable, *, time_dilation: float, num_logged: int = 0
+    machine: str, table: PartitionTable, *, time_dilation: float, num_logged: int = 0, dense: str = ""
 ) -> Emulation | None:
     """The emulation of a machine for the workers and memory devices of `table`; None if no machine is named.
 
@@ -100,6 +101,7 @@ def choose_emulation(
         machine: Name of a machine, or a TOML file; "" for none.
         table: The workers that each memory device serves.
         time_dilation, num_logged: As in Emulation.
+        dense: Ratios of DENSE's loads and stores, as in LoadStore.parse(); "" for the links as they are.
 
     Raises:
         ValueError: If the machine does not exist, its file is wrong, or the table does not fit it.
@@ -109,4 +111,6 @@ def choose_emulation(
     from coarse.machine.catalogue import load_machine
 
     links = link_table(load_machine(machine), table)
+    if dense:
+        links = dense_links(links, LoadStore.parse(dense))
     return Emulation(links=links, time_dilation=time_dilation, num_logged=num_logged)

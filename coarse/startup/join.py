@@ -124,6 +124,7 @@ def provide_devices(joining: Joining) -> NodeDevices:
             table,
             time_dilation=settings.time_dilation,
             num_logged=settings.transfer_log,
+            dense=settings.dense,
         )
         directory, processes = _start_missing(joining, table, emulation)
     except (OSError, ValueError, CoarseError) as error:

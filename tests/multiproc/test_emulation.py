@@ -76,6 +76,34 @@ def test_neither_routes_nor_links_change_a_bit(job):
     assert len(digests) == 1
 
 
+def test_dense_loads_and_stores_at_its_ratios(job):
+    """Loads take 17 times as long as the link, stores 4 times; means are the usual ones."""
+    nbytes = 2 * MIB
+    dense = {"dense": "17,4", "memory_devices": 1, "dual_sync": "off"}
+
+    def worker(me):
+        with me.join(**dense, **P3) as session:
+            group = session.register("gradients", floats(["weights"], nbytes // 4, op="mean"))
+            sync(group, (0,), lambda spec: np.full(spec.num_elements, me.rank, np.float32))
+            assert (slot(group, 0) == 0.5).all()
+            session.barrier()
+            begin = time.monotonic()
+            group.push(0)
+            group.pull_all()
+            elapsed_s = time.monotonic() - begin
+            links = session.emulation.links
+            push_s, pull_s = (
+                20.0 * nbytes / 1e9 / links.bandwidth_gbytes_per_s(*ends)
+                for ends in ((me.rank, links.device(0)), (links.device(0), me.rank))
+            )
+            return elapsed_s, push_s, pull_s
+
+    link_s = 20.0 * nbytes / 8.32e9
+    for elapsed_s, push_s, pull_s in job.run(2, worker):
+        assert (push_s, pull_s) == pytest.approx((4 * link_s, 17 * link_s))
+        assert 0.98 * pull_s <= elapsed_s <= 1.5 * (push_s + pull_s)
+
+
 def test_a_step_takes_no_less_than_the_links(job):
     def worker(me):
         with me.join(memory_devices=2, routing="local", **P3) as session:
