@@ -94,7 +94,7 @@ def test_coherence_messages_take_of_the_links_that_sharers_share():
 
 def test_dense_has_one_memory_device():
     table = PartitionTable.even(num_workers=4, num_devices=2)
-    with pytest.raises(ValueError, match="DENSE has one memory device, but 2 .* COARSE_MEMORY_DEVICES=1"):
+    with pytest.raises(ValueError, match=r"DENSE has one memory device, but 2 .* COARSE_MEMORY_DEVICES=1"):
         choose_emulation("aws-p3", table, time_dilation=1.0, dense="17,4")
 
 
