@@ -214,8 +214,12 @@ def _shards(basis: Basis, trace: ComputeTrace) -> tuple[ShardRange, ...]:
     """The shards of a model's float32 gradients, in the order of their readiness."""
     from coarse.profiler.partition import plan_partition
 
-    gather_bytes = Settings().gather_bytes
-    return plan_partition(trace.specs(), shard_bytes=basis.size.nbytes, gather_bytes=gather_bytes).shards
+    return plan_partition(
+        trace.specs(),
+        shard_bytes=basis.size.nbytes,
+        gather_bytes=Settings().gather_bytes,
+        algorithm="auto" if basis.collectives is None else "exchange",  # as on emulated links
+    ).shards
 
 
 def all_to_all_from_bytes(basis: Basis) -> float | None:

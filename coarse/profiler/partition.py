@@ -14,6 +14,12 @@ SLOT_ALIGNMENT_BYTES = 64
 ALGORITHMS = ("gather", "direct", "ring", "exchange", "probe", "nccl")
 """Names of the synchronisation algorithms, and of link probes; their positions are the native numbers."""
 
+MOST_LOGGED_SHARDS = 8000
+"""Most shards of one group by LOGGED_ALGORITHMS, if its tensors allow: half of what memory devices can process at once."""
+
+LOGGED_ALGORITHMS = ("ring", "exchange", "nccl")
+"""Algorithms whose shards take a place in the memory devices' logs until they are reduced."""
+
 _TABLE_SHARDS = 16
 # Each shard of a table counts the rows before it: with many shards, counting would take longer than reducing.
 _TABLE_SHARD_ROWS = 64
@@ -61,7 +67,8 @@ def plan_partition(
     """Lays tensors out and cuts them into shards.
 
     A tensor smaller than twice `shard_bytes` stays whole. A larger one is cut into the largest number of equal shards
-    of at least `shard_bytes` (paper, section IV-B: each shard is equal to or larger than the threshold).
+    of at least `shard_bytes` (paper, section IV-B: each shard is equal to or larger than the threshold). If there
+    would be more than MOST_LOGGED_SHARDS, the threshold doubles until they fit.
 
     Args:
         specs: The tensors.
@@ -85,6 +92,26 @@ def plan_partition(
         raise ValueError(
             f"algorithm {large_algorithm!r} for large tensors must be one of {', '.join(ALGORITHMS)}"
         )
+    cut_of = _cut_all(
+        specs,
+        shard_bytes=shard_bytes,
+        gather_bytes=gather_bytes,
+        algorithm=algorithm,
+        large_algorithm=large_algorithm,
+    )
+    offsets, slot_bytes = _lay_out(specs, cut_of, window_bytes=window_bytes, small_first=small_first)
+    shards = [
+        ShardRange(tensor=index, offset=start + offset, num_elements=num_elements, algorithm=cut.algorithm)
+        for index, (start, cut) in enumerate(zip(offsets, cut_of, strict=True))
+        for offset, num_elements in cut.pieces
+    ]
+    return PartitionPlan(tensor_offsets=tuple(offsets), slot_bytes=slot_bytes, shards=tuple(shards))
+
+
+def _cut_all(
+    specs: Sequence[TensorSpec], *, shard_bytes: int, gather_bytes: int, algorithm: str, large_algorithm: str
+) -> list[_Cut]:
+    """The cut of each tensor, with the smallest threshold from `shard_bytes` on whose shards fit into the logs."""
     cuts: dict[tuple[int, str, int], _Cut] = {}  # by shape: the layers of a model repeat their shapes
     cut_of: list[_Cut] = []
     for spec in specs:
@@ -97,13 +124,17 @@ def plan_partition(
             num_shards = 1 if chosen == "gather" else count_shards(spec.nbytes, shard_bytes)
             cut = cuts[shape] = (_cut_table if spec.row_elements else _cut)(spec, num_shards, chosen)
         cut_of.append(cut)
-    offsets, slot_bytes = _lay_out(specs, cut_of, window_bytes=window_bytes, small_first=small_first)
-    shards = [
-        ShardRange(tensor=index, offset=start + offset, num_elements=num_elements, algorithm=cut.algorithm)
-        for index, (start, cut) in enumerate(zip(offsets, cut_of, strict=True))
-        for offset, num_elements in cut.pieces
-    ]
-    return PartitionPlan(tensor_offsets=tuple(offsets), slot_bytes=slot_bytes, shards=tuple(shards))
+    num_logged = sum(len(cut.pieces) for cut in cut_of if cut.algorithm in LOGGED_ALGORITHMS)
+    is_cuttable = any(spec.nbytes >= 2 * shard_bytes for spec in specs)
+    if num_logged <= MOST_LOGGED_SHARDS or not is_cuttable:
+        return cut_of
+    return _cut_all(
+        specs,
+        shard_bytes=2 * shard_bytes,
+        gather_bytes=gather_bytes,
+        algorithm=algorithm,
+        large_algorithm=large_algorithm,
+    )
 
 
 def _lay_out(

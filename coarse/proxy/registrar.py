@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from coarse.errors import CoarseError, OutOfDeviceMemoryError
 from coarse.kernels import _native
-from coarse.profiler.partition import PartitionPlan
+from coarse.profiler.partition import LOGGED_ALGORITHMS, PartitionPlan
 from coarse.proxy.memory import DeviceMemories, DeviceMemory, HostMemory
 from coarse.proxy.outbox import SendToPeers, SendToWorker
 from coarse.proxy.recovery.persistent_groups import PersistentGroups
@@ -289,7 +289,7 @@ class Registrar:
 
     def _reserve_log(self, registration: Registration, plan: PartitionPlan) -> None:
         """Ensures that the devices' logs have room for all shards that can be in progress between devices."""
-        num_shards = sum(shard.algorithm in ("ring", "exchange", "nccl") for shard in plan.shards)
+        num_shards = sum(shard.algorithm in LOGGED_ALGORITHMS for shard in plan.shards)
         num_others = sum(each.num_logged_shards for each in self._registrations.values())
         if num_shards + num_others > _native.RING_LOG_CAPACITY:
             raise ValueError(

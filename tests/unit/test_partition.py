@@ -6,8 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coarse.kernels._native import RING_LOG_CAPACITY
 from coarse.profiler.partition import (
     ALGORITHMS,
+    LOGGED_ALGORITHMS,
+    MOST_LOGGED_SHARDS,
     SLOT_ALIGNMENT_BYTES,
     count_shards,
     plan_partition,
@@ -111,6 +114,30 @@ def test_the_algorithm_is_the_one_asked_for_or_follows_from_the_size(specs, part
         assert shard.algorithm == (by_size if asked == "auto" else asked)
     for shards in shards_by_tensor(plan, len(specs)):
         assert shards[0].algorithm != "gather" or len(shards) == 1
+
+
+@pytest.mark.parametrize("algorithm", LOGGED_ALGORITHMS)
+def test_shards_grow_until_the_logs_of_memory_devices_hold_them(algorithm):
+    specs = [TensorSpec(name="large", dtype="float32", num_elements=3 << 30, op="mean")]
+    plan = plan_partition(specs, shard_bytes=64 << 10, gather_bytes=0, algorithm=algorithm)
+    sizes = {nbytes(shard, specs) for shard in plan.shards}
+    assert MOST_LOGGED_SHARDS / 2 < len(plan.shards) <= MOST_LOGGED_SHARDS < RING_LOG_CAPACITY / 2
+    assert sizes == {2 << 20}
+
+
+def test_more_tensors_than_the_logs_hold_stay_whole():
+    specs = [
+        TensorSpec(name=f"tensor {number}", dtype="float32", num_elements=20, op="mean")
+        for number in range(MOST_LOGGED_SHARDS + 1)
+    ]
+    plan = plan_partition(specs, shard_bytes=64, gather_bytes=0, algorithm="ring")
+    assert len(plan.shards) == len(specs)
+
+
+def test_shards_in_coherent_memory_keep_their_size():
+    specs = [TensorSpec(name="large", dtype="float32", num_elements=1 << 30, op="mean")]
+    plan = plan_partition(specs, shard_bytes=64 << 10, gather_bytes=0, algorithm="direct")
+    assert len(plan.shards) == (4 << 30) // (64 << 10)
 
 
 @given(tensors, partitions)
