@@ -15,7 +15,7 @@ ALGORITHMS = ("gather", "direct", "ring", "exchange", "probe", "nccl")
 """Names of the synchronisation algorithms, and of link probes; their positions are the native numbers."""
 
 MOST_LOGGED_SHARDS = 8000
-"""Most shards of one group by LOGGED_ALGORITHMS, if its tensors allow: half of what memory devices can process at once."""
+"""Most shards of a group by LOGGED_ALGORITHMS if its tensors allow: half of the capacity of memory devices."""
 
 LOGGED_ALGORITHMS = ("ring", "exchange", "nccl")
 """Algorithms whose shards take a place in the memory devices' logs until they are reduced."""
