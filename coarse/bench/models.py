@@ -6,7 +6,7 @@ Imports torch and transformers only when a model is built.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -23,7 +23,11 @@ NUM_PARAMETERS: Mapping[str, int] = MappingProxyType(
         "bert-tiny": 35_714,
         "gpt2-medium": 354_823_168,
         "gpt2-large": 774_030_080,
+        "alexnet": 61_100_840,
+        "vgg16": 138_357_544,
         "resnet50": 25_557_032,
+        "resnet152": 60_192_808,
+        "mobilenet-v2": 3_504_872,
         "digits": 151_306,
     }
 )
@@ -127,21 +131,90 @@ def _gpt2_large(torch: Any, batch: int, sequence: int) -> Workload:
     return _gpt2(torch, batch, sequence, n_embd=1280, n_layer=36, n_head=20)
 
 
-def _resnet50(torch: Any, batch: int, sequence: int) -> Workload:
-    transformers = importlib.import_module("transformers")
-    config = transformers.ResNetConfig(num_labels=_NUM_CLASSES)  # its defaults are ResNet-50's
-
+def _image_classifier(torch: Any, module: Any, loss: Callable[[Any, Batch], Any], batch: int) -> Workload:
     def make_batch() -> Batch:
         return {
             "pixel_values": torch.randn(batch, 3, 224, 224),
             "labels": torch.randint(_NUM_CLASSES, (batch,)),
         }
 
-    return Workload(
-        module=transformers.ResNetForImageClassification(config),
-        batches=_repeat(make_batch),
-        loss=_loss_of_transformers,
+    return Workload(module=module, batches=_repeat(make_batch), loss=loss)
+
+
+def _resnet(torch: Any, batch: int, **shape: Any) -> Workload:
+    transformers = importlib.import_module("transformers")
+    config = transformers.ResNetConfig(num_labels=_NUM_CLASSES, **shape)
+    module = transformers.ResNetForImageClassification(config)
+    return _image_classifier(torch, module, _loss_of_transformers, batch)
+
+
+def _resnet50(torch: Any, batch: int, sequence: int) -> Workload:
+    return _resnet(torch, batch)  # the defaults of ResNetConfig
+
+
+def _resnet152(torch: Any, batch: int, sequence: int) -> Workload:
+    return _resnet(torch, batch, depths=[3, 8, 36, 3])
+
+
+def _mobilenet_v2(torch: Any, batch: int, sequence: int) -> Workload:
+    transformers = importlib.import_module("transformers")
+    config = transformers.MobileNetV2Config(num_labels=_NUM_CLASSES)
+    module = transformers.MobileNetV2ForImageClassification(config)
+    return _image_classifier(torch, module, _loss_of_transformers, batch)
+
+
+def _alexnet(torch: Any, batch: int, sequence: int) -> Workload:
+    """Krizhevsky's second version, of 2014: one tower."""
+    channels = (64, 192, 384, 256, 256)
+    kernels = ((11, 4, 2), (5, 1, 2), (3, 1, 1), (3, 1, 1), (3, 1, 1))  # size, stride, padding
+    layers = _convolutions(torch, channels, kernels, pooled_after=(0, 1, 4), pool=(3, 2))
+    return _dense_classifier(torch, layers, num_features=256 * 6 * 6, batch=batch)
+
+
+def _vgg16(torch: Any, batch: int, sequence: int) -> Workload:
+    """Configuration D of Simonyan and Zisserman."""
+    channels = (64, 64, 128, 128, 256, 256, 256, *(512,) * 6)
+    layers = _convolutions(
+        torch, channels, ((3, 1, 1),) * len(channels), pooled_after=(1, 3, 6, 9, 12), pool=(2, 2)
     )
+    return _dense_classifier(torch, layers, num_features=512 * 7 * 7, batch=batch)
+
+
+def _convolutions(
+    torch: Any,
+    channels: Sequence[int],
+    kernels: Sequence[tuple[int, int, int]],
+    *,
+    pooled_after: Collection[int],
+    pool: tuple[int, int],
+) -> list[Any]:
+    nn, layers = torch.nn, list[Any]()
+    for number, (size, stride, padding) in enumerate(kernels):
+        before = channels[number - 1] if number else 3
+        layers += [nn.Conv2d(before, channels[number], size, stride, padding), nn.ReLU()]
+        if number in pooled_after:
+            layers.append(nn.MaxPool2d(*pool))
+    return layers
+
+
+def _dense_classifier(torch: Any, layers: Sequence[Any], *, num_features: int, batch: int) -> Workload:
+    nn = torch.nn
+    module = nn.Sequential(
+        *layers,
+        nn.Flatten(),
+        nn.Linear(num_features, 4096),
+        nn.ReLU(),
+        nn.Dropout(),
+        nn.Linear(4096, 4096),
+        nn.ReLU(),
+        nn.Dropout(),
+        nn.Linear(4096, _NUM_CLASSES),
+    )
+
+    def loss(wrapped: Any, fed: Batch) -> Any:
+        return nn.functional.cross_entropy(wrapped(fed["pixel_values"]), fed["labels"])
+
+    return _image_classifier(torch, module, loss, batch)
 
 
 def _digits(torch: Any, batch: int, sequence: int) -> Workload:
@@ -183,7 +256,11 @@ MODELS: Mapping[str, Callable[[Any, int, int], Workload]] = MappingProxyType(
         "bert-tiny": _bert_tiny,
         "gpt2-medium": _gpt2_medium,
         "gpt2-large": _gpt2_large,
+        "alexnet": _alexnet,
+        "vgg16": _vgg16,
         "resnet50": _resnet50,
+        "resnet152": _resnet152,
+        "mobilenet-v2": _mobilenet_v2,
         "digits": _digits,
     }
 )
