@@ -16,6 +16,7 @@ from coarse.bench.record import Provenance
 from coarse.cli.arguments import folder_to_write
 from coarse.profiler.figures import save_figure
 from coarse.profiler.profile import PROFILE_KINDS
+from experiments.expectation import WITHIN, Check, check_as_json, check_from_json
 
 FOLDER = Path(__file__).resolve().parent
 PAPER_MACHINES = ("aws-g4dn", "aws-p3", "sdsc-p100")
@@ -24,8 +25,11 @@ PAPER_MACHINES = ("aws-g4dn", "aws-p3", "sdsc-p100")
 ALL_MACHINES = (*PAPER_MACHINES, "host")
 """Includes this machine, for which the paper has no figures."""
 
+DIFFERS = "differs"
+"""Verdict of a row with a check that is not WITHIN; the experiment's README gives the reason."""
+
 TABLE_BEGIN, TABLE_END = "<!-- results -->", "<!-- end of results -->"
-_TABLE_HEAD = "| figure | what is run here | expected by the paper | what came out | as expected | kind |"
+_TABLE_HEAD = "| figure | what is run here | expected | what came out | verdict | kind |"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,32 +55,69 @@ class Finding:
 
     Args:
         ran: The run and its machine.
-        expected: The paper's result, with its section or figure.
-        found: The result here.
-        agrees: Whether it is as expected; None if the paper gives nothing to compare with.
+        checks: Measurements beside expectations; none if the paper gives nothing to compare with.
+        note: Further figures, which are not compared.
         kind: Measured, emulated or simulated.
 
     Raises:
-        ValueError: If the kind is unknown, or a text would break the table.
+        ValueError: If the kind is unknown, a text would break the table, or there is neither check nor note.
     """
 
     ran: str
-    expected: str
-    found: str
-    agrees: bool | None
+    checks: tuple[Check, ...] = ()
+    note: str = ""
     kind: str
 
     def __post_init__(self) -> None:
         if self.kind not in PROFILE_KINDS:
             raise ValueError(f"kind {self.kind!r} is none of {', '.join(PROFILE_KINDS)}")
+        if not self.checks and not self.note:
+            raise ValueError(f"{self.ran}: no measurement")
         for text in (self.ran, self.expected, self.found):
             if "|" in text or "\n" in text:
                 raise ValueError(f"a cell of a table holds no | and no line break: {text!r}")
 
+    @property
+    def expected(self) -> str:
+        """All expectations, in words."""
+        return "; ".join(check.expected for check in self.checks) or "nothing"
+
+    @property
+    def found(self) -> str:
+        """All measurements, in words."""
+        return "; ".join(filter(None, (*(check.found for check in self.checks), self.note)))
+
+    @property
+    def deviations(self) -> list[str]:
+        """The verdict of each check that differs, after the name of its quantity."""
+        return [f"{check.what} {check.verdict}".strip() for check in self.checks if check.verdict != WITHIN]
+
+    @property
+    def verdict(self) -> str:
+        """WITHIN, or DIFFERS if any check does; "" without an expectation."""
+        return "" if not self.checks else DIFFERS if self.deviations else WITHIN
+
     def cells(self) -> list[str]:
         """The row without its first cell."""
-        agrees = "" if self.agrees is None else "yes" if self.agrees else "**no**"
-        return [self.ran, self.expected, self.found, agrees, self.kind]
+        deviations = ", ".join(self.deviations)
+        verdict = f"**{DIFFERS}**: {deviations}" if deviations else self.verdict
+        return [self.ran, self.expected, self.found, verdict, self.kind]
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields and the verdict."""
+        return {
+            "ran": self.ran,
+            "checks": [check_as_json(check) for check in self.checks],
+            "note": self.note,
+            "verdict": self.verdict,
+            "kind": self.kind,
+        }
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Finding:
+        """Reads as_json(); verdicts are computed anew."""
+        checks = tuple(map(check_from_json, values["checks"]))
+        return cls(ran=values["ran"], checks=checks, note=values["note"], kind=values["kind"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +177,7 @@ def run_experiment(experiment: Experiment, options: Options) -> Outcome:
         "figure": experiment.figure,
         "is_quick": options.is_quick,
         **asdict(provenance()),
-        "findings": [asdict(finding) for finding in outcome.findings],
+        "findings": [finding.as_json() for finding in outcome.findings],
         "data": list(outcome.data),
     }
     (results / "results.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
@@ -199,7 +240,7 @@ def table_lines(results: Sequence[Mapping[str, Any]], *, is_index: bool = False)
         if is_index:
             figure = f"[{figure}]({document['experiment']}/README.md)"
         for values in document["findings"]:
-            lines.append(f"| {' | '.join([figure, *Finding(**values).cells()])} |")
+            lines.append(f"| {' | '.join([figure, *Finding.from_json(values).cells()])} |")
     commits = sorted({f"{document['commit']} on {_words(document['machine'])}" for document in results})
     return [*lines, "", f"Of commit {'; '.join(commits)}."]
 

@@ -11,6 +11,7 @@ from coarse.profiler.figures import draw_normalised, format_size
 from coarse.profiler.profile import Profile
 from coarse.profiler.routing import RoutingTable
 from experiments.common import Experiment, Finding, Options, Outcome, main
+from experiments.expectation import CategoryCheck
 from experiments.profiles import HOST, curves_as_json, get_profile, plan_tables
 
 ALWAYS_LOCAL = "always local"
@@ -38,12 +39,14 @@ def compare(profile: Profile, tables: Sequence[RoutingTable]) -> Finding:
     expected = PAPER_ROUTES.get(profile.key.machine)
     sizes = sorted(table.threshold_bytes for table in tables if table.threshold_bytes)
     thresholds = list(dict.fromkeys(format_size(nbytes) for nbytes in sizes))
-    found = "; ".join(dict.fromkeys(routes))
+    note = f"threshold {' to '.join(_ends(thresholds))}" if thresholds else ""
+    if expected is None:
+        note = "; ".join(filter(None, (*dict.fromkeys(routes), note)))
+        return Finding(ran=f"routing tables, {profile.key.machine}", note=note, kind=profile.kind)
     return Finding(
         ran=f"routing tables, {profile.key.machine}",
-        expected=f"{expected} (V-C)" if expected else "nothing",
-        found=f"{found}, from {' to '.join(_ends(thresholds))} on" if thresholds else found,
-        agrees=None if expected is None else set(routes) == {expected},
+        checks=(CategoryCheck(category=expected, categories=tuple(routes), source="V-C, Fig 15"),),
+        note=note,
         kind=profile.kind,
     )
 

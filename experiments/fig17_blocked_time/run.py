@@ -19,6 +19,7 @@ from coarse.machine.partition_table import PartitionTable
 from coarse.profiler.figures import COLOURS, HATCHES
 from coarse.profiler.profile import EMULATED
 from experiments.common import Experiment, Finding, Options, Outcome, main
+from experiments.expectation import Expectation, Measured, NumberCheck
 
 MODEL = "bert-large"
 COARSE, RING, FASTEST = "coarse", "allreduce", "workers"
@@ -37,19 +38,24 @@ class Case:
 
     Args:
         tflops: Assumed sustained speed of its GPU: half of its peak in float32.
-        paper: The paper's result.
-        most: Largest acceptable ratio of COARSE's blocked time to the best AllReduce's.
+        change: The paper's change of blocked time against AllReduce.
     """
 
     tflops: float
-    paper: str
-    most: float
+    change: Expectation
+
+
+def _change(low: float, high: float, panel: str) -> Expectation:
+    """A range in per cent; negative is less. Tolerance: BERT-large alone is run here, at one ratio of devices."""
+    return Expectation(
+        what="change of blocked time", low=low, high=high, tolerance=5, unit="%", source=f"V-E, {panel}"
+    )
 
 
 CASES = {
-    "aws-g4dn": Case(tflops=4.05, paper="18 to 20 % more (V-E); at most 5 % is asked for here", most=1.05),
-    "aws-p3": Case(tflops=7.85, paper="20 to 42 % less (V-E)", most=0.8),
-    "sdsc-p100": Case(tflops=4.65, paper="28 % less (V-E)", most=0.8),
+    "aws-g4dn": Case(tflops=4.05, change=_change(18, 20, "Fig 17b")),
+    "aws-p3": Case(tflops=7.85, change=_change(-42, -20, "Fig 17d")),
+    "sdsc-p100": Case(tflops=4.65, change=_change(-28, -28, "Fig 17c")),
 }
 """Peaks from the data sheets: T4 8.1, V100 15.7, P100 9.3 TFLOPS."""
 
@@ -72,18 +78,28 @@ def replay(machine: str, options: Options) -> dict[str, ReplayResult]:
     return {result.scheme: result for result in run_replay(plan, options.progress)}
 
 
-def compare(machine: str, blocked_us: Mapping[str, float]) -> Finding:
-    """COARSE's blocked time against that of the AllReduce that blocks least; also gives the ring's."""
-    case = CASES[machine]
-    best_us = min(blocked_us[peer] for peer in PEERS)
-    ratio = blocked_us[COARSE] / best_us
-    change = f"{abs(ratio - 1):.0%} {'less' if ratio < 1 else 'more'}"
-    figures = f"{blocked_us[COARSE] / 1e3:.3g} against {best_us / 1e3:.3g} ms"
+def blocked_ms(result: ReplayResult) -> Measured:
+    """The blocked time of the steps, in milliseconds."""
+    compute_us = result.step.p50_us - result.blocked_us
+    value, low, high = (
+        (step_us - compute_us) / 1e3
+        for step_us in (result.step.p50_us, result.step.min_us, result.step.p99_us)
+    )
+    return Measured(value=value, low=low, high=high)
+
+
+def compare(machine: str, blocked: Mapping[str, Measured]) -> Finding:
+    """COARSE's blocked time (ms) against that of the AllReduce that blocks least; also gives the ring's."""
+    ours, best = blocked[COARSE], min((blocked[peer] for peer in PEERS), key=lambda peer: peer.value)
+    change = Measured(
+        value=100 * (ours.value / best.value - 1),
+        low=100 * (ours.low / best.high - 1),
+        high=100 * (ours.high / best.low - 1),
+    )
     return Finding(
         ran=f"blocked time of COARSE against the best AllReduce on the same links, {MODEL}, {machine}",
-        expected=case.paper,
-        found=f"{change}: {figures} (a one-way ring: {blocked_us[RING] / 1e3:.3g} ms)",
-        agrees=ratio <= case.most,
+        checks=(NumberCheck(expectation=CASES[machine].change, measured=change),),
+        note=f"{ours.value:.3g} against {best.value:.3g} ms (a one-way ring: {blocked[RING].value:.3g} ms)",
         kind=EMULATED,
     )
 
@@ -95,40 +111,40 @@ def run(options: Options) -> Outcome:
     for machine in machines:
         options.progress(machine)
         results[machine] = replay(machine, options)
-    blocked_us = {
-        machine: {scheme: result.blocked_us for scheme, result in of_machine.items()}
+    blocked = {
+        machine: {scheme: blocked_ms(result) for scheme, result in of_machine.items()}
         for machine, of_machine in results.items()
     }
     return Outcome(
-        findings=[compare(machine, blocked_us[machine]) for machine in machines],
+        findings=[compare(machine, blocked[machine]) for machine in machines],
         data=[
             {"kind": EMULATED, **result.as_json()}
             for of_machine in results.values()
             for result in of_machine.values()
         ],
-        pictures={"blocked": draw(blocked_us)},
+        pictures={"blocked": draw(blocked)},
     )
 
 
-def draw(blocked_us: Mapping[str, Mapping[str, float]]) -> Figure:
+def draw(blocked: Mapping[str, Mapping[str, Measured]]) -> Figure:
     """A bar chart of all schemes on every machine, relative to the best AllReduce (1), with milliseconds."""
     figure = Figure(figsize=(6.4, 3.6), layout="constrained")
     axes = figure.add_subplot()
-    best_us = [min(of_machine[peer] for peer in PEERS) for of_machine in blocked_us.values()]
+    best_ms = [min(of_machine[peer].value for peer in PEERS) for of_machine in blocked.values()]
     for number, scheme in enumerate(LABELS):
-        positions = [i + 0.27 * (number - 1) for i in range(len(blocked_us))]
-        of_scheme = [of_machine[scheme] for of_machine in blocked_us.values()]
+        positions = [i + 0.27 * (number - 1) for i in range(len(blocked))]
+        of_scheme = [of_machine[scheme].value for of_machine in blocked.values()]
         bars = axes.bar(
             positions,
-            [each / best for each, best in zip(of_scheme, best_us, strict=True)],
+            [each / best for each, best in zip(of_scheme, best_ms, strict=True)],
             0.25,
             label=LABELS[scheme],
             color=COLOURS[number],
             hatch=HATCHES[number],
             ec="white",
         )
-        axes.bar_label(bars, [f"{each / 1e3:.3g} ms" for each in of_scheme], fontsize=7)
-    axes.set_xticks(range(len(blocked_us)), list(blocked_us))
+        axes.bar_label(bars, [f"{each:.3g} ms" for each in of_scheme], fontsize=7)
+    axes.set_xticks(range(len(blocked)), list(blocked))
     axes.set_ylabel("blocked time, best AllReduce = 1")
     axes.legend(fontsize="x-small", loc="upper center", ncols=3)
     axes.margins(y=0.25)

@@ -23,6 +23,7 @@ from typing import Any
 
 from coarse.profiler.profile import MEASURED
 from experiments.common import Experiment, Finding, Options, Outcome, main
+from experiments.expectation import AIM, CategoryCheck, Expectation, judge_number
 
 NUM_WORKERS = 2
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,7 +34,11 @@ LONGEST_LIFE_S = 2.0
 
 _STEP = re.compile(r"step (\d+)/(\d+) loss")
 _RESTART = re.compile(r"restart (\d+) of")
-_TARGET = 0.1
+
+MOST_LOST = Expectation(
+    what="lost from memory", low=0, high=100, unit="% of that from checkpoints", source=AIM
+)
+MOST_STATE = Expectation(what="from memory", low=0, high=10, unit="% of the time of torch.load", source=AIM)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,14 +154,21 @@ def run(options: Options) -> Outcome:
 
 
 def _equality(how: str, found: Run, whole: Run, kills: int) -> Finding:
-    is_equal = found.param_hash == whole.param_hash
+    equality = "equal" if found.param_hash == whole.param_hash else "different"
     steps = ", ".join(map(str, found.resumed_at))
+    resumed = Expectation(what="went on", low=kills, high=kills, unit=" times", source=AIM)
     return Finding(
         ran=f"BERT-tiny, {NUM_WORKERS} workers, SIGKILL at {kills} random moments, {how}",
-        expected="parameters bitwise equal to an undisturbed run",
-        found=f"{'equal' if is_equal else 'different'}; went on at steps {steps}; {found.seconds:.0f} s, "
-        f"undisturbed {whole.seconds:.0f} s",
-        agrees=is_equal and len(found.resumed_at) == kills,
+        checks=(
+            CategoryCheck(
+                what="parameters and those of an undisturbed run, bitwise:",
+                category="equal",
+                categories=(equality,),
+                source=AIM,
+            ),
+            judge_number(resumed, len(found.resumed_at)),
+        ),
+        note=f"at steps {steps}; {found.seconds:.0f} s, undisturbed {whole.seconds:.0f} s",
         kind=MEASURED,
     )
 
@@ -164,23 +176,20 @@ def _equality(how: str, found: Run, whole: Run, kills: int) -> Finding:
 def _lost_time(memory: Run, disk: Run, kills: int) -> Finding:
     return Finding(
         ran="from a kill until the job is further than before, per kill: from memory and from checkpoints",
-        expected="less from memory",
-        found=f"{memory.lost_s / kills:.1f} s beside {disk.lost_s / kills:.1f} s",
-        agrees=memory.lost_s < disk.lost_s,
+        checks=(judge_number(MOST_LOST, 100 * memory.lost_s / disk.lost_s),),
+        note=f"{memory.lost_s / kills:.1f} s beside {disk.lost_s / kills:.1f} s",
         kind=MEASURED,
     )
 
 
 def _state_alone(times: dict[str, float]) -> Finding:
-    share = times["recover_s"] / times["load_s"]
     return Finding(
         ran=f"of that, {times['state_bytes'] / 2**20:.0f} MiB of parameters and AdamW state alone, from memory and "
         "by torch.load",
-        expected=f"from memory in under {_TARGET:.0%} of the time",
-        found=f"{1e3 * times['recover_s']:.1f} ms beside {1e3 * times['load_s']:.0f} ms ({share:.1%}); registering, "
+        checks=(judge_number(MOST_STATE, 100 * times["recover_s"] / times["load_s"]),),
+        note=f"{1e3 * times['recover_s']:.1f} ms beside {1e3 * times['load_s']:.0f} ms; registering, "
         f"which both do, {1e3 * times['construct_s']:.0f} ms (with new memory "
         f"{1e3 * times['fresh_construct_s']:.0f} ms)",
-        agrees=share < _TARGET,
         kind=MEASURED,
     )
 

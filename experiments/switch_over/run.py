@@ -24,6 +24,7 @@ from coarse.profiler.routing import RoutingTable
 from coarse.profiler.switchover import SwitchOver, compare_crossings, measure_crossing, predict_crossing
 from coarse.schema import TensorSpec
 from experiments.common import Experiment, Finding, Options, Outcome, main
+from experiments.expectation import PREDICTED, CategoryCheck, Check, Expectation, judge_number
 from experiments.profiles import get_profile, links_of, plan_tables
 
 MACHINES = ("aws-p3", "sdsc-p100")
@@ -108,8 +109,7 @@ def compare_proxies(profile: Profile, tables: Sequence[RoutingTable]) -> tuple[F
     machine, table = profile.key.machine, tables[0]
     ran = f"LatProxy to BwProxy, {machine}"
     if table.lat_proxy == table.bw_proxy:
-        found = "one proxy is the fastest at every size"
-        finding = Finding(ran=ran, expected="nothing", found=found, agrees=None, kind=profile.kind)
+        finding = Finding(ran=ran, note="one proxy is the fastest at every size", kind=profile.kind)
         return finding, {"kind": profile.kind, "machine": machine, "what": ran, "crossing": None}
     curves = profile.both_at_once(0)
     crossing = compare_crossings(curves[table.lat_proxy], curves[table.bw_proxy])
@@ -159,11 +159,23 @@ def run(options: Options) -> Outcome:
 
 
 def _finding(ran: str, crossing: SwitchOver, kind: str, largest_bytes: int) -> Finding:
-    sizes = (crossing.predicted_bytes, crossing.measured_bytes)
-    predicted, measured = (_words(size, largest_bytes) for size in sizes)
-    ratio = crossing.ratio
-    agrees = predicted == measured if ratio is None else abs(ratio - 1) <= AGREES_WITHIN
-    return Finding(ran=ran, expected=f"{predicted} (S*, predicted)", found=measured, agrees=agrees, kind=kind)
+    return Finding(ran=ran, checks=(_check(crossing, largest_bytes),), kind=kind)
+
+
+def _check(crossing: SwitchOver, largest_bytes: int) -> Check:
+    """Two sizes are compared as numbers. If one of them does not exist, both are compared in words."""
+    if crossing.predicted_bytes and crossing.measured_bytes:
+        predicted_kib = crossing.predicted_bytes / 1024
+        tolerance = AGREES_WITHIN * predicted_kib
+        unit, low, high = " KiB on", predicted_kib, predicted_kib
+        expectation = Expectation(
+            what="from", low=low, high=high, tolerance=tolerance, unit=unit, source=PREDICTED
+        )
+        return judge_number(expectation, crossing.measured_bytes / 1024)
+    predicted, measured = (
+        _words(size, largest_bytes) for size in (crossing.predicted_bytes, crossing.measured_bytes)
+    )
+    return CategoryCheck(category=predicted, categories=(measured,), source=PREDICTED)
 
 
 def _data(machine: str, what: str, crossing: SwitchOver, kind: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from coarse.bench.process_pool import ProcessPool, ProcessPoolError
+from experiments.expectation import HIGHER, LOWER, WITHIN
 from experiments.fig10_deadlock import run as fig10
 
 OPPOSITE = ((0, 1), (1, 0))
@@ -40,12 +41,16 @@ def test_a_deadlock_too_few_or_too_many_is_not_what_the_paper_says():
     stuck, fine = run_of(is_deadlock=True), run_of()
     same = run_of(orders_differ=False)
 
-    def agreements(fcfs, queues):
-        return [finding.agrees for finding in fig10.findings({fig10.FCFS: fcfs, fig10.QUEUES: queues})]
+    same_stuck = run_of(is_deadlock=True, orders_differ=False)
 
-    assert agreements([stuck, same], [fine, same]) == [True, True]
-    assert agreements([fine, same], [fine, same]) == [False, True]
-    assert agreements([stuck, same], [stuck, same]) == [True, False]
+    def verdicts(fcfs, queues):
+        found = fig10.findings({fig10.FCFS: fcfs, fig10.QUEUES: queues})
+        return [[check.verdict for check in finding.checks] for finding in found]
+
+    assert verdicts([stuck, same], [fine, same]) == [[WITHIN, WITHIN], [WITHIN, WITHIN]]
+    assert verdicts([fine, same], [fine, same]) == [[LOWER, WITHIN], [WITHIN, WITHIN]]
+    assert verdicts([stuck, same_stuck], [fine, same]) == [[WITHIN, HIGHER], [WITHIN, WITHIN]]
+    assert verdicts([stuck, same], [stuck, same_stuck]) == [[WITHIN, WITHIN], [HIGHER, HIGHER]]
 
 
 # ---- crews ----

@@ -21,7 +21,7 @@ def test_the_largest_batch_is_found_and_none_tried_twice(fitting, most):
 
     def attempt(batch):
         tried.append(batch)
-        return Trial(batch=batch, step_s=1.0, peak_bytes=0) if batch <= fitting else None
+        return Trial(batch=batch, steps_s=(1.0,), peak_bytes=0) if batch <= fitting else None
 
     found = largest(attempt, most)
     assert (found.batch if found else 0) == min(fitting, most)

@@ -10,16 +10,20 @@ from pathlib import Path
 import pytest
 
 from experiments import common
-from experiments.__main__ import EXPERIMENTS
+from experiments.__main__ import EXPERIMENTS, ON_DEMAND
 from experiments.common import TABLE_BEGIN, TABLE_END, Experiment, Finding, Options, Outcome
+from experiments.expectation import Expectation, judge_number
 from experiments.fig15_routing.run import EXPERIMENT as FIG15
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def finding(**changes):
-    values = {"ran": "this", "expected": "that", "found": "that", "agrees": True, "kind": "emulated"}
-    return Finding(**{**values, **changes})
+    return Finding(**{"ran": "this", "note": "that", "kind": "emulated", **changes})
+
+
+def judged(value):
+    return finding(checks=(judge_number(Expectation(low=1, high=2, source="V-E"), value),), note="")
 
 
 def test_results_have_their_kind_commit_and_machine(tmp_path):
@@ -28,7 +32,7 @@ def test_results_have_their_kind_commit_and_machine(tmp_path):
     assert document["commit"]
     assert document["machine"]["cores"] >= 1
     assert document["is_quick"]
-    assert [Finding(**values) for values in document["findings"]] == list(outcome.findings)
+    assert [Finding.from_json(values) for values in document["findings"]] == list(outcome.findings)
     assert all(values["kind"] == outcome.findings[0].kind for values in document["data"])
     assert {path.name for path in tmp_path.iterdir()} == {
         "results.json",
@@ -43,7 +47,9 @@ def test_figures_without_a_kind_are_refused():
     with pytest.raises(ValueError, match="kind 'estimated'"):
         finding(kind="estimated")
     with pytest.raises(ValueError, match="no line break"):
-        finding(found="one | two")
+        finding(note="one | two")
+    with pytest.raises(ValueError, match="this: no measurement"):
+        finding(note="")
 
 
 def test_tables_are_rewritten_between_their_marks(tmp_path):
@@ -60,16 +66,13 @@ def test_tables_are_rewritten_between_their_marks(tmp_path):
 def test_a_row_says_whether_it_is_as_expected():
     machine = {"cpu": "some", "cores": 2, "memory_bytes": 2**31}
     document = {"experiment": "fig99", "figure": "Fig 99", "commit": "abc", "machine": machine}
-    rows = [finding(), finding(agrees=False), finding(agrees=None)]
-    lines = common.table_lines([{**document, "findings": [vars_of(row) for row in rows]}], is_index=True)
-    assert lines[2] == "| [Fig 99](fig99/README.md) | this | that | that | yes | emulated |"
-    assert "| **no** |" in lines[3]
-    assert "| that |  | emulated |" in lines[4]
+    rows = [judged(1.5), judged(3), judged(0.5), finding()]
+    lines = common.table_lines([{**document, "findings": [row.as_json() for row in rows]}], is_index=True)
+    assert lines[2] == "| [Fig 99](fig99/README.md) | this | 1 to 2 (V-E) | 1.5 | within | emulated |"
+    assert "| **differs**: higher |" in lines[3]
+    assert "| **differs**: lower |" in lines[4]
+    assert "| nothing | that |  | emulated |" in lines[5]
     assert lines[-1] == "Of commit abc on some, 2 cores, 2 GiB."
-
-
-def vars_of(row):
-    return {name: getattr(row, name) for name in ("ran", "expected", "found", "agrees", "kind")}
 
 
 def test_quick_results_do_not_get_into_the_tables(capsys):
@@ -80,26 +83,29 @@ def test_quick_results_do_not_get_into_the_tables(capsys):
         assert "--results" in capsys.readouterr().err
 
 
-def test_what_does_not_agree_is_told_and_no_failure(tmp_path, capsys):
-    def main(agrees):
-        outcome = Outcome(findings=[finding(agrees=agrees)], data=[])
+def test_a_result_that_differs_is_told_and_no_failure(tmp_path, capsys):
+    def main(row):
+        outcome = Outcome(findings=[row], data=[])
         experiment = Experiment(name="test", figure="Fig 0", run=lambda options: outcome)
         return common.main(experiment, ["--results", str(tmp_path)])
 
-    assert [main(True), main(None), main(False)] == [0, 0, 0]
-    assert "this | that | that | **no** | emulated" in capsys.readouterr().out
+    assert [main(judged(1)), main(finding()), main(judged(3))] == [0, 0, 0]
+    assert "this | 1 to 2 (V-E) | 3 | **differs**: higher | emulated" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("experiment", EXPERIMENTS, ids=lambda experiment: experiment.name)
+@pytest.mark.parametrize("experiment", [*EXPERIMENTS, *ON_DEMAND], ids=lambda experiment: experiment.name)
 def test_every_experiment_is_documented_and_its_committed_results_are_of_a_full_run(experiment):
     readme = (experiment.folder / "README.md").read_text()
     index = (common.FOLDER / "README.md").read_text()
     document = json.loads((experiment.folder / "results" / "results.json").read_text())
     assert not document["is_quick"]
     for values in document["findings"]:
-        row = " | ".join(Finding(**values).cells())
+        finding = Finding.from_json(values)
+        assert finding.verdict == values["verdict"]
+        row = " | ".join(finding.cells())
         assert row in readme
         assert row in index
+        assert not finding.deviations or "\n## Why it differs\n" in readme, row
     for picture in (experiment.folder / "results").glob("*.png"):
         assert f"](results/{picture.name})" in readme
         assert picture.with_suffix(".svg").exists()
