@@ -6,11 +6,11 @@ import logging
 import os
 from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
+from coarse.arrays import AnyArray, HostValues
 from coarse.client.async_reducer import AsyncReducer
 from coarse.client.client import Client
 from coarse.client.link_probes import LinkProbes
@@ -30,7 +30,7 @@ from coarse.profiler.routing import RoutingTable
 from coarse.profiler.start import OFF, FoundProfile
 from coarse.rendezvous import NodeMap, PeerWatch, gather_workers
 from coarse.schema import UPDATABLE_DTYPES, TensorSpec
-from coarse.session_checks import check_array, check_nodes, check_solo, check_specs
+from coarse.session_checks import check_nodes, check_solo, check_specs, reducible
 from coarse.settings import Settings
 from coarse.startup.device_processes import DeviceProcesses
 from coarse.startup.join import Joining, NodeDevices, agree_on_profile, connect, provide_devices
@@ -238,18 +238,21 @@ class Session:
             name, specs, state_names=state_names, window_bytes=window_bytes, gpu=gpu, memory=memory
         )
 
-    def all_reduce(self, array: npt.NDArray[Any], *, op: str = "sum") -> None:
+    def all_reduce(self, array: AnyArray, *, op: str = "sum") -> None:
         """Reduces an unregistered array over all workers, in place; every worker calls it with the same arguments.
 
         Args:
-            array: C-contiguous and writable. Its dtype is in ITEM_BYTES, exists in numpy and is equal on all workers.
+            array: A NumPy, PyTorch or CuPy array, or any other with `__dlpack__` or `__cuda_array_interface__`;
+                C-contiguous and writable. One on a GPU is copied to the host and back. Its dtype is in ITEM_BYTES
+                (bfloat16 as ml_dtypes.bfloat16) and equal on all workers.
             op: "sum", "mean" or "max".
 
         Raises:
-            ValueError: If the array is not contiguous, not writable or of another dtype.
+            ValueError, TypeError, GpuUnavailableError: If the array cannot be taken; says what to pass instead.
         """
-        dtype = check_array(array, op)
-        self._open().all_reduce(array.ctypes.data, array.size, dtype, op)
+        with HostValues(array, "all_reduce", writes=True) as values:
+            dtype = reducible(values.dtype, op)
+            self._open().all_reduce(values.ctypes.data, values.size, dtype, op)
 
     def limit_waits(self, timeout_s: float) -> None:
         """Replaces the settings' timeout for all later opening, registering and pulling.
@@ -271,41 +274,43 @@ class Session:
         """
         return self._linked().open_async_reducer()
 
-    def broadcast(self, array: npt.NDArray[Any], *, root: int = 0) -> None:
+    def broadcast(self, array: AnyArray, *, root: int = 0) -> None:
         """Copies worker `root`'s array to all workers, in place; every worker calls it with the same arguments.
 
         Args:
-            array: C-contiguous and writable, of any plain dtype, the same number of bytes on all workers.
+            array: As for all_reduce(), but of any plain dtype; the same number of bytes on all workers.
             root: The rank whose contents all workers receive.
+
+        Raises:
+            ValueError, TypeError, GpuUnavailableError: As for all_reduce(), and if `root` is no rank.
         """
         if not 0 <= root < self.identity.world_size:
             raise ValueError(f"root={root} is not a rank of {self.identity.world_size} workers")
-        view = np.asarray(array)
-        if not view.flags.c_contiguous or not view.flags.writeable:
-            raise ValueError("broadcast needs a writable, C-contiguous array; pass a copy")
         present = self.identity.rank == root
-        self._open().all_reduce(view.ctypes.data, view.nbytes, "uint8", "sum", present=present)
+        with HostValues(array, "broadcast", reads=present, writes=True) as values:
+            self._open().all_reduce(values.ctypes.data, values.nbytes, "uint8", "sum", present=present)
 
     def barrier(self) -> None:
         """Returns when every worker has called it."""
         self.all_reduce(np.zeros(1, dtype=np.int32))
 
-    def store(self, key: str, array: npt.NDArray[Any]) -> int:
+    def store(self, key: str, array: AnyArray) -> int:
         """Stores an array in the memory devices' parameter storage; returns its version.
 
         Any worker of this node can load it. Each node has its own storage.
 
         Args:
             key: Up to 1,000 characters.
-            array: C-contiguous and not empty.
+            array: As for all_reduce(), but of any plain dtype, not empty; it may be read-only.
 
         Raises:
             OutOfDeviceMemoryError: If the memory device cannot hold it; the previous value stays.
-            ValueError: If the array is empty or not contiguous.
+            ValueError, TypeError, GpuUnavailableError: As for all_reduce(), and if the array is empty.
         """
-        if not array.flags.c_contiguous or array.nbytes == 0:
-            raise ValueError(f"stored tensor {key!r}: needs a non-empty C-contiguous array")
-        return self._open().store(key, array.reshape(-1).view(np.uint8).data)
+        with HostValues(array, f"stored tensor {key!r}") as values:
+            if values.nbytes == 0:
+                raise ValueError(f"stored tensor {key!r}: needs a non-empty array")
+            return self._open().store(key, values.reshape(-1).view(np.uint8).data)
 
     def load(self, key: str) -> StoredValue:
         """The newest value that any worker of this node has stored under `key`.

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from coarse.errors import RendezvousError
 from coarse.schema import ITEM_BYTES, TensorSpec
@@ -48,17 +47,13 @@ def check_nodes(settings: Settings, num_nodes: int) -> None:
         raise RendezvousError(f"{what} works only within one node, but this job has {num_nodes} nodes; {how}")
 
 
-def check_array(array: npt.NDArray[Any], op: str) -> str:
-    """Returns the name of an array's dtype; raises ValueError unless the array can be reduced in place."""
-    name = _reducible(array.dtype, op)
-    if not array.flags.c_contiguous or not array.flags.writeable:
-        raise ValueError("all_reduce works in place on a writable, C-contiguous array; pass a copy")
-    return name
-
-
 @functools.cache  # numpy takes longer to name a dtype than the memory devices to reduce a few numbers
-def _reducible(dtype: np.dtype[Any], op: str) -> str:
+def reducible(dtype: np.dtype[Any], op: str) -> str:
+    """Returns the name of an array's dtype; raises ValueError unless memory devices can reduce it by `op`."""
     if dtype.name not in ITEM_BYTES or not dtype.isnative:
-        raise ValueError(f"an array of {dtype} cannot be reduced; supported are {', '.join(ITEM_BYTES)}")
+        raise ValueError(
+            f"an array of {dtype} cannot be reduced; supported are {', '.join(ITEM_BYTES)}, where bfloat16 is "
+            "ml_dtypes.bfloat16"
+        )
     TensorSpec(name="array", dtype=dtype.name, num_elements=1, op=op)
     return str(dtype.name)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
 from coarse.client.memory.parameter_storage import StorageSnapshot
 from coarse.client.memory.stored_value import StoredValue
 from coarse.errors import SessionClosedError
 from coarse.schema import TensorSpec
+
+if TYPE_CHECKING:
+    from coarse.arrays import AnyArray
 
 
 class SingleWorkerClient:
@@ -63,9 +67,15 @@ class SingleWorkerTensorGroup:
         """The writable bytes of a tensor."""
         return self._open()[index]
 
-    def push(self, index: int, *, present: bool = True, joined: bool = False, source: int = 0) -> None:
+    def push(
+        self, index: int, *, present: bool = True, joined: bool = False, source: int | AnyArray = 0
+    ) -> None:
         """Accepts the contribution, which is also the result."""
         buffer = self._open()[index]
+        if not isinstance(source, int):
+            with self._address_of(index, source, writes=False) as address:
+                self.push(index, present=present, joined=joined, source=address)
+            return
         if source:
             ctypes.memmove(_address(buffer), source, len(buffer))
         self._contributors[index] = int(present and not joined)
@@ -73,9 +83,12 @@ class SingleWorkerTensorGroup:
     def flush(self) -> None:
         """Does nothing."""
 
-    def pull(self, index: int, *, destination: int = 0) -> int:
+    def pull(self, index: int, *, destination: int | AnyArray = 0) -> int:
         """Returns at once; copies the result if `destination` is not 0."""
         buffer = self._open()[index]
+        if not isinstance(destination, int):
+            with self._address_of(index, destination, writes=True) as address:
+                return self.pull(index, destination=address)
         if destination:
             ctypes.memmove(destination, _address(buffer), len(buffer))
         return self._contributors[index]
@@ -88,6 +101,11 @@ class SingleWorkerTensorGroup:
     def close(self) -> None:
         """Frees the tensors. Idempotent."""
         self._buffers = None
+
+    def _address_of(self, index: int, array: AnyArray, *, writes: bool) -> AbstractContextManager[int]:
+        from coarse.arrays import tensor_address  # needs numpy
+
+        return tensor_address(array, self.specs[index], self.name, writes=writes)
 
     def _open(self) -> list[memoryview[Any]]:
         if self._buffers is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import enum
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -28,6 +29,7 @@ from coarse.wire.messages import Message
 from coarse.wire.registration import PARAMETERS, SLOTS, STATES, GroupSchema, RecoveredUpdates, WorkerPlaces
 
 if TYPE_CHECKING:
+    from coarse.arrays import AnyArray
     from coarse.client.memory.private_writes import PrivateWrites
 
 _OWN_PATH_FLAGS = {
@@ -344,7 +346,7 @@ class TensorGroup:
         *,
         present: bool = True,
         joined: bool = False,
-        source: int = 0,
+        source: int | AnyArray = 0,
         update: UpdateKind = UpdateKind.NONE,
     ) -> None:
         """Contributes a tensor to the next synchronisation.
@@ -353,9 +355,18 @@ class TensorGroup:
             index: Position in `specs`.
             present: False contributes nothing, which counts like zeros.
             joined: True contributes nothing and does not count in a mean: this worker has run out of inputs.
-            source: Address of bytes to copy to the slot first; 0 if the slot already holds them.
+            source: Array, or address of bytes in the host's memory, to copy to the slot first; 0 if the slot already
+                holds the tensor. Arrays are those of Session.all_reduce(), of the tensor's dtype and length, or its
+                bytes as uint8; also read-only.
             update: Effect on the parameter, by the settings(); the same on every worker.
+
+        Raises:
+            ValueError, TypeError, GpuUnavailableError: If the array cannot be taken; says what to pass instead.
         """
+        if not isinstance(source, int):
+            with self._address_of(index, source, writes=False) as address:
+                self.push(index, present=present, joined=joined, source=address, update=update)
+            return
         if self._slots is None:
             raise self._closed_error()
         if self._on_push is not None:
@@ -399,16 +410,23 @@ class TensorGroup:
         """Flushes pending sends, which are delayed to save wake-ups; pulling also does this."""
         self._native.flush()
 
-    def pull(self, index: int, *, destination: int = 0) -> int:
+    def pull(self, index: int, *, destination: int | AnyArray = 0) -> int:
         """Waits for the result of a pushed tensor.
 
         Args:
             index: Position in `specs`.
-            destination: Address to which to copy the result; 0 leaves it only in the slot.
+            destination: Array, or address in the host's memory, to which to copy the result; 0 leaves it only in the
+                slot. Arrays are as for push(), but writable.
 
         Returns:
             Number of workers that contributed; 0 means that the slot is unchanged.
+
+        Raises:
+            ValueError, TypeError, GpuUnavailableError: As for push(); the tensor was not pulled.
         """
+        if not isinstance(destination, int):
+            with self._address_of(index, destination, writes=True) as address:
+                return self.pull(index, destination=address)
         if self._slots is None:
             raise self._closed_error()
         if self._own_path is not None and index in self._own_shards.values():
@@ -604,6 +622,16 @@ class TensorGroup:
         """Passes tensors that were pushed from a GPU to the on_push callback."""
         if self._on_push is not None:
             self._on_push([tensor[0] for tensor in tensors])
+
+    def _address_of(self, index: int, array: AnyArray, *, writes: bool) -> AbstractContextManager[int]:
+        from coarse.arrays import tensor_address  # needs numpy
+
+        if isinstance(self._slots, GpuBytes):
+            raise ValueError(
+                f"{self.name}: this worker's slots lie on a GPU; copy to and from them by "
+                "torch.from_dlpack(buffer(index)), or register without gpu="
+            )
+        return tensor_address(array, self.specs[index], self.name, writes=writes)
 
     def _memory_kept(self) -> OptimizerMemory:
         if self._slots is None:

@@ -12,6 +12,7 @@ import sys
 import time
 
 import numpy as np
+import pytest
 
 from coarse.client.gpu.gpu_transfers import GpuTensor
 from coarse.client.memory.tensor_bytes import gpu_context, gpu_uuid
@@ -44,6 +45,9 @@ def main() -> None:
         addresses = [memory.address for memory in memories]
         if group.is_on_gpu:
             addresses = [group.buffer(index).address for index in range(len(specs))]
+        if group.address_on_gpu:
+            with pytest.raises(ValueError, match="tensors: this worker's slots lie on a GPU; copy to and"):
+                group.push(0, source=np.zeros(LENGTHS[0], dtype=np.float32))
         for step in range(int(num_steps)):
             random = np.random.default_rng([identity.rank, step])
             given = [random.normal(size=length).astype(np.float32) for length in LENGTHS]

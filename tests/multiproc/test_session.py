@@ -7,6 +7,7 @@ import signal
 
 import numpy as np
 import pytest
+from foreign_arrays import DlpackAlone
 from harness import open_descriptors
 
 from coarse.errors import CoarseError, ForkedSessionError, SessionClosedError
@@ -117,6 +118,32 @@ def test_a_tensor_is_pulled_before_it_is_pushed_again(job):
             assert group.pull(0) == 2
             group.push(0)
             assert group.pull(0) == 2
+
+    job.run(2, worker)
+
+
+def test_arrays_of_any_library_are_reduced_where_they_are(job):
+    def worker(me):
+        torch = pytest.importorskip("torch")
+        with me.join() as session:
+            group = session.register("tensors", floats(4))
+            for library in (np.asarray, torch.from_numpy, DlpackAlone):
+                values = np.full(4, 2.0**me.rank, dtype=np.float32)
+                array = library(values)
+                group.push(0, source=array)
+                session.all_reduce(array)
+                assert values.tolist() == [3] * 4
+                values[:] = 0
+                assert group.pull(0, destination=array) == 2
+                assert values.tolist() == [3] * 4
+                values[:] = me.rank
+                session.broadcast(array, root=1)
+                assert values.tolist() == [1] * 4
+                if me.rank == 0:
+                    session.store(library.__name__, array)
+                session.barrier()
+                stored = session.load(library.__name__)
+                assert np.frombuffer(stored.value, np.float32).tolist() == [1] * 4
 
     job.run(2, worker)
 

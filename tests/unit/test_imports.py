@@ -27,7 +27,7 @@ LAYERS = (
     ("client",),
     ("proxy",),
     ("wire",),
-    ("profiler", "checkpoint", "rendezvous"),
+    ("profiler", "checkpoint", "rendezvous", "arrays"),
     ("kernels", "settings", "socket_store"),
     ("env",),
     ("store_server",),
