@@ -254,8 +254,6 @@ class Settings:
         replicas: Extra copies of each memory device's contents, 0 or 1, so that the next attempt continues if a
             device is lost. Needs `keep_devices`.
         failpoints: Faults to inject, for tests (coarse.failpoints); "" for none.
-        torch_backend: Implementation of init_process_group("coarse"). Both "auto" and "native" are the C++ backend,
-            compiled at first use.
         node: Name of this worker's node, to run several nodes on one machine; "" asks the system.
         node_address: Address by which other nodes reach this machine; "" takes that of the interface that leads to
             MASTER_ADDR.
@@ -409,9 +407,6 @@ class Settings:
         "extra copies of each memory device's contents, 0 or 1; with --keep-devices and --max-restarts",
         read=_read_int,
         check=_is_between(0, 1),
-    )
-    torch_backend: str = _choice(
-        "auto", 'implementation of init_process_group("coarse")', "auto", "native", "python", is_advanced=True
     )
     failpoints: str = _setting("", "faults to inject, for tests", check=_are_failpoints, is_advanced=True)
     node: str = _setting("", "name of this node, to run several on one machine", is_advanced=True)

@@ -25,19 +25,19 @@ def gloo(site: Path) -> Iterator[RankPool]:
 
 @pytest.fixture(scope="session")
 def coarse(site: Path) -> Iterator[RankPool]:
-    yield from _pool("coarse", site, COARSE_TORCH_BACKEND="native")
+    yield from _pool("coarse", site)
 
 
 @pytest.fixture(scope="session")
 def two_nodes(site: Path) -> Iterator[RankPool]:
     """A node of two ranks, and one of one."""
-    yield from _pool("coarse", site, nodes=("a", "a", "b"), COARSE_TORCH_BACKEND="native")
+    yield from _pool("coarse", site, nodes=("a", "a", "b"))
 
 
 @pytest.fixture(scope="session")
 def checked(site: Path) -> Iterator[RankPool]:
     """Where torch compares all calls of all ranks before it makes them."""
-    yield from _pool("coarse", site, COARSE_TORCH_BACKEND="native", TORCH_DISTRIBUTED_DEBUG="DETAIL")
+    yield from _pool("coarse", site, TORCH_DISTRIBUTED_DEBUG="DETAIL")
 
 
 def _pool(
