@@ -113,10 +113,9 @@ class Attempt:
         return cls(job=run_id, number=_required_int(environ, "TORCHELASTIC_RESTART_COUNT", default=0))
 
 
-def master_address(environ: Mapping[str, str] | None = None) -> str:
+def master_address() -> str:
     """MASTER_ADDR, where the launcher says that worker 0 can be reached; "" if it says nothing."""
-    environ = os.environ if environ is None else environ
-    return environ.get("MASTER_ADDR", "")
+    return os.environ.get("MASTER_ADDR", "")
 
 
 def job_secret(environ: Mapping[str, str] | None = None) -> JobSecret:
@@ -161,12 +160,11 @@ def forget_settings() -> None:
         del os.environ[name]
 
 
-def own_process_environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+def own_process_environment() -> dict[str, str]:
     """The environment for a Python process that runs COARSE's own code alone.
 
     It imports nothing from the current folder, where users' files have any name (from Python 3.11 on), unless COARSE
     itself lies there.
     """
-    environ = os.environ if environ is None else environ
     is_in_current_folder = Path(__file__).parents[1].samefile(".")
-    return {**environ, **({} if is_in_current_folder else {"PYTHONSAFEPATH": "1"})}
+    return {**os.environ, **({} if is_in_current_folder else {"PYTHONSAFEPATH": "1"})}

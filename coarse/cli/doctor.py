@@ -191,9 +191,9 @@ def _open_mpi(topic: str) -> Finding:
     return Finding(topic=topic, name="openmpi", value="not installed", status=NOTE, advice=advice)
 
 
-def _first_line(*command: str, limit_s: float = _TOOL_LIMIT_S) -> str:
+def _first_line(*command: str) -> str:
     """Returns the first line of a tool's output; "" if the tool is missing or fails."""
-    return _ask(*command, limit_s=limit_s)[0]
+    return _ask(*command)[0]
 
 
 def _ask(*command: str, limit_s: float = _TOOL_LIMIT_S) -> tuple[str, str]:

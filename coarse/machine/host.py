@@ -19,7 +19,6 @@ from coarse.machine.pci import normal_bus_id, read_pci_node
 
 _ROOT = Path("/")
 _UNLIMITED_BYTES = 1 << 60  # cgroup v1 writes "no limit" as the largest multiple of the page size
-_LIMITS = {"nofile": resource.RLIMIT_NOFILE, "memlock": resource.RLIMIT_MEMLOCK, "core": resource.RLIMIT_CORE}
 _VECTOR_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve")
 
 

@@ -122,14 +122,12 @@ class RoutingTable:
         )
 
 
-def sizes_in_doubt(
-    curves: Mapping[int, Curve], local_proxy: int, *, tie_fraction: float = TIE_FRACTION
-) -> tuple[int, ...]:
+def sizes_in_doubt(curves: Mapping[int, Curve], local_proxy: int) -> tuple[int, ...]:
     """The measured sizes in bytes at which only the spread keeps a client with its local proxy.
 
-    More repeats may resolve the doubt. A pure function with the same arguments as RoutingTable.from_profiles().
+    More repeats may resolve the doubt. A pure function; arguments are those of RoutingTable.from_profiles().
     """
-    ranking = _Ranking(curves=curves, local=local_proxy, load={}, tie_fraction=tie_fraction)
+    ranking = _Ranking(curves=curves, local=local_proxy, load={}, tie_fraction=TIE_FRACTION)
     sizes = sorted({point.nbytes for curve in curves.values() for point in curve.points})
     return tuple(nbytes for nbytes in sizes if ranking.is_in_doubt(nbytes))
 
@@ -150,22 +148,16 @@ def route_shards(table: RoutingTable, plan: PartitionPlan, specs: Sequence[Tenso
     return [table.lat_proxy if nbytes < table.threshold_bytes else next(turns) for nbytes in sizes]
 
 
-def plan_routing(profile: Profile, *, tie_fraction: float | None = None) -> tuple[RoutingTable, ...]:
-    """Plans the table of every worker, in the order of the workers.
-
-    Args:
-        profile: Profile of the machine.
-        tie_fraction: Times that differ by at most this fraction count as equal; by default the profile's noise.
+def plan_routing(profile: Profile) -> tuple[RoutingTable, ...]:
+    """Plans the table of every worker, in the order of the workers; times within the profile's noise count as equal.
 
     Curves are measured one path at a time. If all workers used the lowest of several equal remote proxies, they would
     share its link, which no curve shows. Therefore each choice takes the choices of the preceding workers into
     account.
     """
-    if tie_fraction is None:
-        tie_fraction = noise_fraction(profile)
     local_proxies = profile.key.local_devices
     curves = [profile.both_at_once(worker) for worker in range(len(local_proxies))]
-    return plan_tables(curves, local_proxies, tie_fraction=tie_fraction)
+    return plan_tables(curves, local_proxies, tie_fraction=noise_fraction(profile))
 
 
 def plan_tables(

@@ -63,18 +63,14 @@ def choose_shard_size(curve: Curve, *, full_fraction: float = FULL_FRACTION) -> 
     )
 
 
-def plan_shard_size(
-    profile: Profile, tables: Sequence[RoutingTable], *, full_fraction: float = FULL_FRACTION
-) -> ShardSize:
+def plan_shard_size(profile: Profile, tables: Sequence[RoutingTable]) -> ShardSize:
     """Chooses the common S' of all workers of a job: the largest that any of them needs.
 
     Args:
         profile: Profile of the machine.
         tables: The routing table of each worker, whose BwProxy counts.
-        full_fraction: Fraction of the highest bandwidth that counts as full.
     """
     sizes = [
-        choose_shard_size(profile.both_at_once(worker)[table.bw_proxy], full_fraction=full_fraction)
-        for worker, table in enumerate(tables)
+        choose_shard_size(profile.both_at_once(worker)[table.bw_proxy]) for worker, table in enumerate(tables)
     ]
     return max(sizes, key=lambda size: size.nbytes)  # the lowest worker's if several need the same

@@ -30,6 +30,7 @@ from coarse.wire.persistent_sessions import PersistentDevices
 from coarse.wire.socket_directory import TOKEN_FILE, socket_path
 
 _BACKLOG = 256
+_END_TIMEOUT_S = 1.0  # after a device has closed its connection
 
 
 class DeviceProcesses:
@@ -133,13 +134,13 @@ class DeviceProcesses:
         else:
             self._scratch.remove()
 
-    def fate(self, device: int, timeout_s: float = 1.0) -> str:
+    def fate(self, device: int) -> str:
         """How a device that closed its connection ended, in words."""
         process = self._processes.get(device)
         if process is None:  # started in an earlier attempt
             return "died"
         try:
-            code = process.wait(timeout_s)
+            code = process.wait(_END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             return "stopped answering"
         if code >= 0:

@@ -56,11 +56,6 @@ class RemoteOptimizer(UnsupportedFeatures):
         """Parameters whose gradients are averaged, with their names in the module."""
         return self._trainable
 
-    @property
-    def is_updated_by_memory_devices(self) -> bool:
-        """Whether memory devices hold parameters of the model and run an optimizer, until close()."""
-        return bool(self.offloaded_parts) and not self._closed
-
     def _bring_values(self, *, but: Collection[torch.nn.Parameter] = ()) -> None:
         raise NotImplementedError
 
