@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from coarse.errors import OutOfDeviceMemoryError, SnapshotLostError
+from coarse.errors import SnapshotLostError
 from coarse.wire.segments import Segment
 
 
@@ -24,11 +23,6 @@ class StoredTensor:
     version: int
     segment: Segment | None
 
-    @property
-    def num_bytes(self) -> int:
-        """Length of the value."""
-        return 0 if self.segment is None else self.segment.num_bytes
-
 
 _NOTHING = StoredTensor(version=0, segment=None)
 
@@ -40,10 +34,6 @@ class Storage(Protocol):
         """Makes `segment` the value of `key` and takes ownership of it; returns its version.
 
         Processes that have mapped the previous value, and snapshots that refer to it, keep it unchanged.
-
-        Raises:
-            OutOfDeviceMemoryError: If a snapshot refers to the previous value and the pool for old versions is full.
-                Then nothing has changed, and the caller keeps the segment.
         """
 
     def get(self, key: str, snapshot: int = 0) -> StoredTensor:
@@ -72,36 +62,20 @@ class VersionedStorage:
     A value never changes: a new one replaces it. Thus no reader sees half a value, and an old version lives exactly
     as long as a snapshot refers to it or a process maps it. Parameters that an optimizer updates in place are not
     such values; native code copies them before an update (kernels/include/coarse/snapshot/snapshot.hpp).
-
-    Args:
-        pool_bytes: Size limit of all old versions together. Beyond it, put() is refused until a snapshot is released.
-            This is the storage's back-pressure, because a control thread cannot wait.
     """
 
-    def __init__(self, pool_bytes: int = sys.maxsize) -> None:
-        self._pool_bytes = pool_bytes
+    def __init__(self) -> None:
         self._values: dict[str, StoredTensor] = {}
         self._snapshots: dict[int, dict[str, StoredTensor]] = {}
         self._last_snapshot = 0
         self._references: Counter[tuple[str, int]] = (
             Counter()
         )  # number of snapshots that refer to a version of a key
-        self.old_bytes = 0
-        """Bytes of versions that only snapshots refer to."""
 
     def put(self, key: str, segment: Segment) -> int:
         previous = self.get(key)
-        is_kept = self._references[key, previous.version] > 0
-        if is_kept and self.old_bytes + previous.num_bytes > self._pool_bytes:
-            raise OutOfDeviceMemoryError(
-                f"stored tensor {key[:100]!r}: {previous.num_bytes} bytes of its version {previous.version} do "
-                f"not fit: old versions use {self.old_bytes} of {self._pool_bytes} bytes; release a snapshot "
-                "first"
-            )
         self._values[key] = StoredTensor(version=previous.version + 1, segment=segment)
-        if is_kept:
-            self.old_bytes += previous.num_bytes
-        elif previous.segment is not None:
+        if previous.segment is not None and not self._references[key, previous.version]:
             previous.segment.close()
         return previous.version + 1
 
@@ -126,7 +100,6 @@ class VersionedStorage:
                 continue
             del self._references[key, value.version]
             if value.version != self.get(key).version and value.segment is not None:
-                self.old_bytes -= value.num_bytes
                 value.segment.close()
 
     def close(self) -> None:

@@ -58,12 +58,11 @@ class StorageService:
         key, segment = self._reserved.pop(client)
         try:
             segment = self._memory.settle(_label(key), segment)
-            version = self._storage.put(key, segment)
         except OutOfDeviceMemoryError as error:
             segment.close()
             self._refuse(client, error)
             return
-        self._send(client, {"type": "committed", "version": version}, ())
+        self._send(client, {"type": "committed", "version": self._storage.put(key, segment)}, ())
 
     def look_up(self, client: int, message: Message) -> None:
         """Sends the number and the read-only bytes of the newest version, or of a snapshot's version."""

@@ -10,12 +10,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from coarse.errors import OutOfDeviceMemoryError, SnapshotLostError
+from coarse.errors import SnapshotLostError
 
 VALUE_BYTES = {"small": 8, "page": 4092, "more": 5000, "large": 20_000}
 """The keys of a tested storage, and the length of their values. Each starts at version 1 with all zeros."""
 
-PLENTY_BYTES = 1 << 30
 MOST_SNAPSHOTS = 4
 
 
@@ -41,8 +40,7 @@ class TestedStorage(Protocol):
         """Releases everything."""
 
 
-MakeStorage = Callable[[int], TestedStorage]
-"""Makes a storage with a limit of bytes for old versions."""
+MakeStorage = Callable[[], TestedStorage]
 
 
 def run_storage_suite(make_storage: MakeStorage) -> None:
@@ -58,7 +56,6 @@ def run_storage_suite(make_storage: MakeStorage) -> None:
         _check_only_the_first_update_after_a_snapshot_costs_memory,
         _check_versions_go_with_the_last_snapshot,
         _check_a_snapshot_that_was_released_is_gone,
-        _check_a_full_pool_stays_bounded_and_loses_nothing_silently,
     ):
         check(make_storage)
 
@@ -69,7 +66,7 @@ def value(key: str, number: int) -> bytes:
 
 
 def _check_a_value_is_what_was_put_last(make_storage: MakeStorage) -> None:
-    storage = make_storage(PLENTY_BYTES)
+    storage = make_storage()
     assert storage.get("page") == (1, value("page", 0))
     assert [storage.put("page", value("page", number)) for number in (7, 8)] == [2, 3]
     assert storage.get("page") == (3, value("page", 8))
@@ -79,7 +76,7 @@ def _check_a_value_is_what_was_put_last(make_storage: MakeStorage) -> None:
 
 
 def _check_a_snapshot_holds_what_was_there(make_storage: MakeStorage) -> None:
-    storage = make_storage(PLENTY_BYTES)
+    storage = make_storage()
     storage.put("more", value("more", 1))
     snapshot = storage.snapshot()
     for number in (2, 3):
@@ -91,7 +88,7 @@ def _check_a_snapshot_holds_what_was_there(make_storage: MakeStorage) -> None:
 
 
 def _check_snapshots_are_independent(make_storage: MakeStorage) -> None:
-    storage = make_storage(PLENTY_BYTES)
+    storage = make_storage()
     snapshots = []
     for number in range(1, MOST_SNAPSHOTS + 1):
         storage.put("page", value("page", number))
@@ -104,7 +101,7 @@ def _check_snapshots_are_independent(make_storage: MakeStorage) -> None:
 
 
 def _check_only_the_first_update_after_a_snapshot_costs_memory(make_storage: MakeStorage) -> None:
-    storage = make_storage(PLENTY_BYTES)
+    storage = make_storage()
     storage.snapshot()
     assert storage.old_bytes() == 0
     storage.put("large", value("large", 1))
@@ -116,7 +113,7 @@ def _check_only_the_first_update_after_a_snapshot_costs_memory(make_storage: Mak
 
 
 def _check_versions_go_with_the_last_snapshot(make_storage: MakeStorage) -> None:
-    storage = make_storage(PLENTY_BYTES)
+    storage = make_storage()
     first, second = storage.snapshot(), storage.snapshot()
     storage.put("large", value("large", 1))
     storage.release(first)
@@ -130,35 +127,12 @@ def _check_versions_go_with_the_last_snapshot(make_storage: MakeStorage) -> None
 
 
 def _check_a_snapshot_that_was_released_is_gone(make_storage: MakeStorage) -> None:
-    storage = make_storage(PLENTY_BYTES)
+    storage = make_storage()
     snapshot = storage.snapshot()
     storage.release(snapshot)
     for missing in (snapshot, snapshot + 1):
         with pytest.raises(SnapshotLostError, match="was released or never begun"):
             storage.get("small", missing)
-    storage.close()
-
-
-def _check_a_full_pool_stays_bounded_and_loses_nothing_silently(make_storage: MakeStorage) -> None:
-    pool_bytes = 24 << 10  # room for one largest value, not for two
-    storage = make_storage(pool_bytes)
-    snapshot = storage.snapshot()
-    storage.put("large", value("large", 1))
-    try:
-        storage.put("more", value("more", 1))
-    except OutOfDeviceMemoryError:
-        # Rejected: nothing has changed.
-        assert storage.get("more") == (1, value("more", 0))
-        assert storage.get("more", snapshot) == (1, value("more", 0))
-    else:
-        # Otherwise the snapshot was dropped, and its readers receive an error.
-        assert storage.get("more") == (2, value("more", 1))
-        with pytest.raises(SnapshotLostError, match="was full"):
-            storage.get("more", snapshot)
-    assert storage.old_bytes() <= pool_bytes
-    storage.release(snapshot)
-    assert storage.put("more", value("more", 2)) in (2, 3)
-    assert storage.old_bytes() == 0
     storage.close()
 
 
@@ -168,7 +142,7 @@ def storage_machine(make_storage: MakeStorage) -> type[RuleBasedStateMachine]:
     class StorageMachine(RuleBasedStateMachine):
         def __init__(self) -> None:
             super().__init__()
-            self.storage = make_storage(PLENTY_BYTES)
+            self.storage = make_storage()
             self.newest = {key: (1, value(key, 0)) for key in VALUE_BYTES}
             self.held: dict[int, dict[str, tuple[int, bytes]]] = {}
             self.last = 0

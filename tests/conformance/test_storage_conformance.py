@@ -7,7 +7,7 @@ import os
 import struct
 
 import pytest
-from storage_suite import VALUE_BYTES, run_storage_suite, storage_machine
+from storage_suite import VALUE_BYTES, run_storage_suite, storage_machine, value
 
 from coarse.errors import SnapshotLostError
 from coarse.kernels import _native
@@ -17,6 +17,7 @@ from coarse.proxy.memory.dax import DaxMemory
 from coarse.proxy.memory.numa import NumaMemory
 from coarse.proxy.storage import VersionedStorage
 from coarse.wire.registration import DTYPE_NUMBERS, OP_NUMBERS
+from coarse.wire.segments import Segment
 
 _PATIENCE_S = 0.01
 _DEVICE_BYTES = 256 << 20  # a sparse file
@@ -27,25 +28,22 @@ class Replaced:
     """VersionedStorage: each value in its own segment, which the next version replaces.
 
     Args:
-        pool_bytes: Limit for old versions.
         memory: Memory of the values.
     """
 
-    def __init__(self, pool_bytes: int, memory: DeviceMemory | None = None) -> None:
+    def __init__(self, memory: DeviceMemory | None = None) -> None:
         self._memory = memory or HostMemory()
-        self._storage = VersionedStorage(pool_bytes)
+        self._storage = VersionedStorage()
+        self._segments: list[Segment] = []
         for key, num_bytes in VALUE_BYTES.items():
             self.put(key, bytes(num_bytes))
 
     def put(self, key: str, value: bytes) -> int:
         segment = self._memory.allocate("test", len(value))
-        try:
-            with segment.map() as target:
-                target[:] = value
-            return self._storage.put(key, segment)
-        except BaseException:
-            segment.close()
-            raise
+        self._segments.append(segment)
+        with segment.map() as target:
+            target[:] = value
+        return self._storage.put(key, segment)
 
     def get(self, key: str, snapshot: int = 0) -> tuple[int, bytes]:
         found = self._storage.get(key, snapshot)
@@ -60,16 +58,21 @@ class Replaced:
         self._storage.release(snapshot)
 
     def old_bytes(self) -> int:
-        return self._storage.old_bytes
+        held = sum(segment.num_bytes for segment in self._segments if segment.fd >= 0)
+        return held - sum(VALUE_BYTES.values())
 
     def close(self) -> None:
         self._storage.close()
 
 
 class UpdatedInPlace:
-    """The snapshots of an optimizer's parameters: each value stays in place, after its version."""
+    """The snapshots of an optimizer's parameters: each value stays in place, after its version.
 
-    def __init__(self, pool_bytes: int) -> None:
+    Args:
+        pool_bytes: Limit for old versions.
+    """
+
+    def __init__(self, pool_bytes: int = 1 << 30) -> None:
         self._shards = {key: number for number, key in enumerate(VALUE_BYTES)}
         self._offsets, end = {}, 0
         shards = []
@@ -131,7 +134,7 @@ def test_storage_that_replaces_values():
 @pytest.mark.skipif(not read_numa_nodes(), reason="this kernel knows no NUMA nodes")
 def test_storage_on_a_numa_node():
     memory = NumaMemory(read_numa_nodes()[0].node)
-    run_storage_suite(lambda pool_bytes: Replaced(pool_bytes, memory))
+    run_storage_suite(lambda: Replaced(memory))
 
 
 def test_storage_on_a_dax_device(tmp_path):
@@ -140,13 +143,29 @@ def test_storage_on_a_dax_device(tmp_path):
     device.touch()
     os.truncate(device, _DEVICE_BYTES)
     memory = DaxMemory(str(device))
-    run_storage_suite(lambda pool_bytes: Replaced(pool_bytes, memory))
+    run_storage_suite(lambda: Replaced(memory))
     assert memory.available_bytes() == _DEVICE_BYTES
     memory.close()
 
 
 def test_storage_that_is_updated_in_place():
     run_storage_suite(UpdatedInPlace)
+
+
+def test_a_full_pool_stays_bounded_and_gives_up_the_snapshot():
+    pool_bytes = 24 << 10  # room for one largest value, not for two
+    storage = UpdatedInPlace(pool_bytes)
+    snapshot = storage.snapshot()
+    for key in ("large", "more"):
+        storage.put(key, value(key, 1))
+    assert storage.get("more") == (2, value("more", 1))
+    with pytest.raises(SnapshotLostError, match="was full"):
+        storage.get("more", snapshot)
+    assert storage.old_bytes() <= pool_bytes
+    storage.release(snapshot)
+    assert storage.put("more", value("more", 2)) == 3
+    assert storage.old_bytes() == 0
+    storage.close()
 
 
 TestReplaced = storage_machine(Replaced).TestCase
