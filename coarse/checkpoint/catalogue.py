@@ -111,7 +111,7 @@ def open_verified(
     return checkpoint
 
 
-def read_back(parent: Folder, name: CheckpointName, should_stop: Callable[[], bool]) -> None:
+def read_back(parent: Folder, name: CheckpointName, should_stop: Callable[[], bool] = lambda: False) -> None:
     """Reads a newly written checkpoint back from disk, and compares the CRC32C of every chunk.
 
     Raises:

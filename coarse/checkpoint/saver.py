@@ -19,7 +19,6 @@ from coarse.checkpoint.reader import open_checkpoint
 from coarse.checkpoint.source import CheckpointSource
 from coarse.checkpoint.writer import (
     Progress,
-    SaveCancelledError,
     SaveDetails,
     WriteOptions,
     write_checkpoint,
@@ -62,15 +61,14 @@ class Writing(Protocol):
     def step(self) -> int:
         """Number of updates that its state includes."""
 
-    def write(self, progress: Progress, should_stop: Callable[[], bool]) -> CheckpointName:
+    def write(self, progress: Progress) -> CheckpointName:
         """Writes it like write_checkpoint(), with the same errors. Called once, from a thread of the saver."""
 
-    def verify(self, name: CheckpointName, should_stop: Callable[[], bool]) -> None:
+    def verify(self, name: CheckpointName) -> None:
         """Reads the checkpoint of write() back from disk and compares it. Called once, after write().
 
         Raises:
             CheckpointError, OSError: If it differs from the written data, or cannot be read.
-            SaveCancelledError: If `should_stop` returns True.
         """
 
     def close(self) -> None:
@@ -100,18 +98,13 @@ class SourceWriting:
         self._details = details
         self._options = options
 
-    def write(self, progress: Progress, should_stop: Callable[[], bool]) -> CheckpointName:
+    def write(self, progress: Progress) -> CheckpointName:
         return write_checkpoint(
-            self._parent,
-            self._source,
-            self._details,
-            options=self._options,
-            progress=progress,
-            should_stop=should_stop,
+            self._parent, self._source, self._details, options=self._options, progress=progress
         )
 
-    def verify(self, name: CheckpointName, should_stop: Callable[[], bool]) -> None:
-        read_back(self._parent, name, should_stop)
+    def verify(self, name: CheckpointName) -> None:
+        read_back(self._parent, name)
 
     def close(self) -> None:
         self._source.close()
@@ -158,7 +151,6 @@ class Saver:
         # A running executor starts a save without waiting for a thread.
         self._executor = ThreadPoolExecutor(1, "coarse-checkpoint", lower_priority)
         self._under_way: Future[None] | None = None
-        self._stop = threading.Event()
         self._torn: set[str] = set()  # begun but unfinished saves; used by the saver's thread
         self._lock = threading.Lock()  # guards _counts
         self._counts: dict[str, Any] = {}
@@ -226,10 +218,8 @@ class Saver:
             self._under_way.result()
             self._under_way = None
 
-    def close(self, *, cancel: bool = False) -> None:
-        """Waits for a save in progress, or cancels it; closes the folder. Idempotent."""
-        if cancel:
-            self._stop.set()
+    def close(self) -> None:
+        """Waits for a save in progress; closes the folder. Idempotent."""
         self.wait()
         self._executor.shutdown()
         self._remove_torn()
@@ -241,8 +231,6 @@ class Saver:
     def _guarded(self, work: Callable[[], None]) -> None:
         try:
             work()
-        except SaveCancelledError as error:
-            logger.warning("%s", error)
         except Exception as error:
             self.fail(error)
 
@@ -275,12 +263,12 @@ class Saver:
             self._torn.add(temporary)
             if own_state is not None:
                 self._write_state(own_state)
-            name = writing.write(progress, self._stop.is_set)
+            name = writing.write(progress)
             self._torn.discard(temporary)
             save_s = time.monotonic() - began_s
             write_hint(self._parent, name)
             # Before removing older ones: verify that the new checkpoint is really on disk.
-            writing.verify(name, self._stop.is_set)
+            writing.verify(name)
         with open_checkpoint(self._parent, name) as checkpoint:
             num_bytes = checkpoint.manifest.num_bytes
         self._count(

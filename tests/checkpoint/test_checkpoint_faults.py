@@ -285,18 +285,6 @@ def test_a_save_that_comes_too_early_is_skipped_and_counted(tmp_path):
         assert names_of(parent) == [CheckpointName(1)]
 
 
-def test_closing_can_give_a_save_up(tmp_path):
-    saver = Saver(Folder.open(tmp_path))
-    held = Held(1)
-    begin(saver, held)
-    assert held.is_read.wait(20)
-    saver._stop.set()
-    held.may_go_on.set()
-    saver.close(cancel=True)
-    assert held.is_closed
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_source_that_breaks_is_a_failed_save(tmp_path):
     class Broken(Held):
         def read(self, tensor):

@@ -100,7 +100,7 @@ def test_a_large_checkpoint_takes_no_page_cache(tmp_path):
         pytest.skip("the file system of temporary files lies in the page cache")
     with Folder.open(tmp_path) as parent:
         name = write_checkpoint(parent, ArraySource(1, {tensor: array}), SaveDetails())
-        read_back(parent, name, lambda: False)
+        read_back(parent, name)
         (file,) = (tmp_path / str(name)).glob("*.safetensors")
         # The header was read through the page cache. The end is not a whole page and was written through the cache.
         assert not is_cached(file, 4 << 20)
@@ -134,13 +134,13 @@ def test_damage_on_the_disk_is_found_when_it_is_read_back(tmp_path, chunk_bytes)
     options = WriteOptions(chunk_bytes=chunk_bytes)
     with Folder.open(tmp_path) as parent:
         name = write_checkpoint(parent, ArraySource(1, {tensor: array}), SaveDetails(), options=options)
-        read_back(parent, name, lambda: False)
+        read_back(parent, name)
         (file,) = (tmp_path / str(name)).glob("*.safetensors")
         data = bytearray(file.read_bytes())
         data[-3] ^= 1
         file.write_bytes(data)
         with pytest.raises(CheckpointError, match="CRC32C does not match"):
-            read_back(parent, name, lambda: False)
+            read_back(parent, name)
         with pytest.raises(SaveCancelledError, match="is on the disk; reading it back was stopped"):
             read_back(parent, name, lambda: True)
 

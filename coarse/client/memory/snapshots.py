@@ -15,8 +15,6 @@ from coarse.errors import CoarseError, MemoryDeviceLostError, told_error
 from coarse.kernels import _native
 from coarse.wire.messages import Channel, Message
 
-_POLL_S = 0.05
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolStatistics:
@@ -119,52 +117,43 @@ class SnapshotWrite:
     """
 
     def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
         self._channel = Channel(connection)
         self._remains = "nothing of the checkpoint remains"
 
-    def wait(
-        self,
-        progress: Callable[[int, int], None] = lambda done, total: None,
-        should_stop: Callable[[], bool] = lambda: False,
-    ) -> tuple[int, int]:
+    def wait(self, progress: Callable[[int, int], None] = lambda done, total: None) -> tuple[int, int]:
         """Waits until the checkpoint is on disk; returns its step and attempt, which form its name.
 
         The writer then reads it back: call wait_until_verified(), or close() to stop the writer.
 
         Args:
             progress: Receives the written and the total number of bytes.
-            should_stop: Called from time to time; True stops the writer, which removes the incomplete checkpoint.
 
         Raises:
             CoarseError: If the write fails; CheckpointError and SnapshotLostError as the writer raised them.
             OSError: If the disk write fails.
             MemoryDeviceLostError: If the home device is gone.
         """
-        message = self._await("written", progress, should_stop)
+        message = self._await("written", progress)
         self._remains = "the checkpoint is on the disk, and was not read back to the end"
         return int(message["step"]), int(message["attempt"])
 
-    def wait_until_verified(self, should_stop: Callable[[], bool] = lambda: False) -> None:
+    def wait_until_verified(self) -> None:
         """Waits until the checkpoint has been read back from disk and verified; call it after wait().
 
         Raises:
-            CoarseError, OSError: As for wait(), if it is wrong, cannot be read, or was stopped.
+            CoarseError, OSError: As for wait(), if it is wrong or cannot be read.
         """
-        self._await("verified", lambda done, total: None, should_stop)
+        self._await("verified", lambda done, total: None)
         self.close()
 
     def close(self) -> None:
         """Stops the writer, if it has not ended. Idempotent."""
         self._channel.close()
 
-    def _await(
-        self, kind: str, progress: Callable[[int, int], None], should_stop: Callable[[], bool]
-    ) -> Message:
+    def _await(self, kind: str, progress: Callable[[int, int], None]) -> Message:
         """The next message of a kind; closes the connection if none will come."""
-        self._connection.settimeout(_POLL_S)
         try:
-            while (message := self._next(should_stop))["type"] != kind:
+            while (message := self._next())["type"] != kind:
                 if message["type"] != "progress":
                     raise _failure(message)
                 progress(int(message["done_bytes"]), int(message["total_bytes"]))
@@ -173,14 +162,10 @@ class SnapshotWrite:
             raise
         return message
 
-    def _next(self, should_stop: Callable[[], bool]) -> Message:
+    def _next(self) -> Message:
         while True:
             try:
                 received = self._channel.receive()
-            except TimeoutError:
-                if should_stop():
-                    raise told_error("CheckpointError", f"the save was stopped; {self._remains}") from None
-                continue
             except (EOFError, OSError):
                 raise MemoryDeviceLostError(
                     f"the memory device that wrote a checkpoint is gone; {self._remains}"

@@ -12,9 +12,8 @@ import torch
 
 from coarse.checkpoint.names import CheckpointName
 from coarse.checkpoint.source import MODEL_PREFIX, OPTIMIZER_PREFIX, SavedTensor
-from coarse.checkpoint.writer import Progress, SaveCancelledError, SaveDetails, WriteOptions
+from coarse.checkpoint.writer import Progress, SaveDetails, WriteOptions
 from coarse.client.memory.snapshots import Snapshot, SnapshotWrite
-from coarse.errors import CoarseError
 from coarse.torch.checkpoint.training_state import bare, described, model_tensors
 from coarse.torch.gradients.layout import as_bytes
 from coarse.torch.optimizer.remote_parameters import RemoteParameters
@@ -184,24 +183,13 @@ class SnapshotWriting:
         self._ask = ask
         self._write: SnapshotWrite | None = None
 
-    def write(self, progress: Progress, should_stop: Callable[[], bool]) -> CheckpointName:
+    def write(self, progress: Progress) -> CheckpointName:
         self._write = self._ask()
-        try:
-            step, attempt = self._write.wait(progress, should_stop)
-        except CoarseError as error:
-            if should_stop():
-                raise SaveCancelledError(str(error)) from None
-            raise
-        return CheckpointName(step, attempt)
+        return CheckpointName(*self._write.wait(progress))
 
-    def verify(self, name: CheckpointName, should_stop: Callable[[], bool]) -> None:
+    def verify(self, name: CheckpointName) -> None:
         assert self._write is not None
-        try:
-            self._write.wait_until_verified(should_stop)
-        except CoarseError as error:
-            if should_stop():
-                raise SaveCancelledError(str(error)) from None
-            raise
+        self._write.wait_until_verified()
 
     def close(self) -> None:
         if self._write is not None:
