@@ -188,10 +188,11 @@ class Declaration:
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
-    """Which of the known variables may be meant."""
-    found = difflib.get_close_matches(name, sorted(known), n=1)
+    """Which of the known variables may be meant; the prefix makes none more similar."""
+    names = sorted(each.removeprefix(_PREFIX) for each in known)
+    found = difflib.get_close_matches(name.removeprefix(_PREFIX), names, n=1)
     return (
-        f"did you mean {found[0]}?"
+        f"did you mean {_PREFIX}{found[0]}?"
         if found
         else "docs/settings.md and coarse run --help-all list all settings"
     )

@@ -126,6 +126,13 @@ def test_a_misspelt_variable_is_refused_with_the_choices():
         Settings.from_environment({"COARSE_SHARD_SIZE": "4MB"})
 
 
+def test_a_variable_that_resembles_none_is_refused_with_where_they_are_listed():
+    with pytest.raises(
+        ValueError, match=r"COARSE_TORCH_BACKEND is set, but .* docs/settings\.md and coarse run"
+    ):
+        Settings.from_environment({"COARSE_TORCH_BACKEND": "native"})
+
+
 def test_what_only_the_build_reads_is_no_misspelling():
     assert Settings.from_environment({"COARSE_BUILD_JOBS": "2"}) == Settings()
 
