@@ -22,7 +22,7 @@ from torch.autograd import Variable
 
 import coarse.torch
 from coarse.bench.models import build_workload
-from coarse.bench.record import Provenance, append_records
+from coarse.bench.provenance import Provenance, append_records
 
 ROUNDS = 60
 WARM_UP = 10

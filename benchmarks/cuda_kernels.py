@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from coarse.bench.record import Provenance, append_records
+from coarse.bench.provenance import Provenance, append_records
 from coarse.client.update_settings import SETTINGS_DTYPE
 from coarse.kernels import _native
 from coarse.kernels.cuda_compiling import OPTIONS

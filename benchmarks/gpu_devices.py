@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from coarse.bench.record import MEASURED, Provenance, append_records
+from coarse.bench.provenance import MEASURED, Provenance, append_records
 from coarse.client.memory.tensor_bytes import GpuBytes, gpu_uuid
 from coarse.env import WorkerIdentity
 from coarse.schema import TensorSpec

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from coarse.bench.record import Provenance, append_records
+from coarse.bench.provenance import Provenance, append_records
 from coarse.client.gpu.gpu_transfers import GpuTensor, GpuTransfers
 from coarse.client.tensor_group import TensorGroup
 from coarse.kernels import _native

@@ -10,21 +10,17 @@ idle machine.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import statistics
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from coarse.bench.record import EMULATED, Provenance, append_records
+from coarse.bench.harness.rendezvous import SessionCommands
+from coarse.bench.harness.worker_pool import WorkerPool
+from coarse.bench.provenance import EMULATED, Provenance, append_records
 from coarse.client.link_probes import Probe
-from coarse.env import WorkerIdentity
 from coarse.kernels._native import ProbeKind
 from coarse.machine.links import LinkTable
-from coarse.session import Session
-from coarse.settings import Settings
-from coarse.store import DirectoryStore
 
 NUM_WORKERS = 2
 SIZES = (64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
@@ -61,51 +57,41 @@ def main() -> int:
 
 def measure(machine: str, time_dilation: float, repeats: int) -> list[dict[str, Any]]:
     """Starts a job of NUM_WORKERS workers and as many memory devices; returns the measurements of worker 0."""
-    fork = multiprocessing.get_context("fork")
-    results = fork.SimpleQueue()
-    with tempfile.TemporaryDirectory() as directory:
-        arguments = (directory, Settings(machine=machine, time_dilation=time_dilation), repeats, results)
-        workers = [fork.Process(target=_work, args=(rank, *arguments)) for rank in range(NUM_WORKERS)]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
-        if any(worker.exitcode for worker in workers):
-            raise RuntimeError("a worker failed; its traceback is above")
-        records: list[dict[str, Any]] = results.get()
-    return records
+    settings = {"machine": machine, "time_dilation": time_dilation}
+    with WorkerPool("pacing error", PacingCommands, NUM_WORKERS, settings) as pool:
+        rows: list[dict[str, Any]] = pool.ask("measure", repeats=repeats)[0]
+    same = {"bench": "pacing-error", "machine_emulated": machine, "time_dilation": time_dilation}
+    return [{**same, **row} for row in rows]
 
 
-def _work(rank: int, directory: str, settings: Settings, repeats: int, results: Any) -> None:
-    identity = WorkerIdentity(
-        rank=rank, world_size=NUM_WORKERS, local_rank=rank, local_world_size=NUM_WORKERS
-    )
-    with Session.join(identity=identity, store=DirectoryStore(directory), settings=settings) as session:
-        assert session.emulation is not None
-        probes = session.open_probes(SIZES[-1])
-        session.barrier()
-        if rank == 0:
-            records = []
-            for name, nbytes, together, expected_s in _cases(session.emulation.links):
-                probes.time_s(together, nbytes)  # touches the memory
-                times_s = [probes.time_s(together, nbytes) for _ in range(repeats)]
-                errors = [time_s / expected_s - 1 for time_s in times_s]
-                records.append(
-                    {
-                        "bench": "pacing-error",
-                        "machine_emulated": session.emulation.machine,
-                        "time_dilation": settings.time_dilation,
-                        "transfer": name,
-                        "bytes": nbytes,
-                        "repeats": repeats,
-                        "expected_us": expected_s * 1e6,
-                        "median_us": statistics.median(times_s) * 1e6,
-                        "error": statistics.median(errors),
-                        "worst_error": max(errors, key=abs),
-                    }
-                )
-            results.put(records)
-        session.barrier()
+class PacingCommands(SessionCommands):
+    """The commands of a worker."""
+
+    def measure(self, repeats: int) -> list[dict[str, Any]]:
+        """Worker 0 times all transfers, while the links are otherwise idle."""
+        assert self.session.emulation is not None
+        probes = self.session.open_probes(SIZES[-1])
+        self.session.barrier()
+        rows = []
+        for name, nbytes, together, expected_s in (
+            _cases(self.session.emulation.links) if not self.rank else ()
+        ):
+            probes.time_s(together, nbytes)  # touches the memory
+            times_s = [probes.time_s(together, nbytes) for _ in range(repeats)]
+            errors = [time_s / expected_s - 1 for time_s in times_s]
+            rows.append(
+                {
+                    "transfer": name,
+                    "bytes": nbytes,
+                    "repeats": repeats,
+                    "expected_us": expected_s * 1e6,
+                    "median_us": statistics.median(times_s) * 1e6,
+                    "error": statistics.median(errors),
+                    "worst_error": max(errors, key=abs),
+                }
+            )
+        self.session.barrier()
+        return rows
 
 
 def _cases(links: LinkTable) -> Iterator[tuple[str, int, list[Probe], float]]:

@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from coarse.bench.record import MEASURED, Provenance, append_records
-from coarse.bench.statistics import Timing
-from coarse.bench.trace import load_trace
+from coarse.bench.provenance import MEASURED, Provenance, append_records
+from coarse.bench.replay.trace import load_trace
+from coarse.bench.timing import Timing, timed
 from coarse.machine.catalogue import load_machine
 from coarse.machine.partition_table import PartitionTable
 from coarse.machine.wiring import link_table
@@ -115,13 +114,7 @@ def verify(
 
 def time_us(work: Callable[[], object]) -> Timing:
     """Distribution of the time of `work` over REPEATS calls after a warm-up."""
-    work()
-    seconds = []
-    for _ in range(REPEATS):
-        started = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - started)
-    return Timing.from_seconds(seconds)
+    return Timing.from_seconds(timed(work, REPEATS))
 
 
 if __name__ == "__main__":

@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 
 from coarse.bench.models import MODELS, build_workload
-from coarse.bench.record import Machine
-from coarse.bench.trace import record_trace
+from coarse.bench.provenance import Machine
+from coarse.bench.replay.trace import record_trace
 
-_TRACES = Path(__file__).parents[1] / "coarse" / "bench" / "traces"
+_TRACES = Path(__file__).parents[1] / "coarse" / "bench" / "replay" / "traces"
 
 
 def main() -> None:

@@ -10,20 +10,21 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import multiprocessing
 import os
 import statistics
 import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import coarse.torch
-from coarse.bench.record import MEASURED, Provenance, append_records
+from coarse.bench.harness.commands import WorkerJob
+from coarse.bench.harness.rendezvous import join_process_group
+from coarse.bench.harness.worker_pool import WorkerPool, time_for
+from coarse.bench.provenance import MEASURED, Provenance, append_records
 
 NUM_WORKERS = 2
 NUM_TENSORS = 8
@@ -93,50 +94,55 @@ def main() -> int:
 
 
 def _run(system: str, arguments: argparse.Namespace) -> tuple[list[float], str]:
-    spawn = multiprocessing.get_context("spawn")
-    results = spawn.SimpleQueue()
-    with tempfile.TemporaryDirectory() as directory:
-        workers = [
-            spawn.Process(target=_work, args=(rank, system, arguments, directory, results))
-            for rank in range(NUM_WORKERS)
-        ]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
-        if any(worker.exitcode for worker in workers):
-            raise RuntimeError(f"{system}: a worker failed; its traceback is above")
-    found: tuple[list[float], str] = results.get()
-    return found
+    options = {
+        "num_elements": round(arguments.parameters * 1e6) // NUM_TENSORS,
+        "devices": arguments.devices,
+        "steps": arguments.steps,
+    }
+    with WorkerPool(system, ReplicaCommands, NUM_WORKERS, options) as pool:
+        seconds, digest = pool.ask("train", time_for(arguments.steps))[0]
+    return seconds, digest
 
 
-def _work(rank: int, system: str, arguments: argparse.Namespace, directory: str, results: Any) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(SYSTEMS[system], RANK=str(rank), WORLD_SIZE=str(NUM_WORKERS), TMPDIR=directory)
-    os.environ.update(COARSE_MEMORY_DEVICES=str(arguments.devices), TORCHELASTIC_RUN_ID=directory)
-    tempfile.tempdir = None
-    dist.init_process_group("gloo", init_method=f"file://{directory}/s", rank=rank, world_size=NUM_WORKERS)
-    num_elements = round(arguments.parameters * 1e6) // NUM_TENSORS
-    generator = torch.Generator().manual_seed(rank)
-    model = Model(num_elements)
-    wrapped = coarse.torch.DistributedDataParallel(model)
-    optimizer = coarse.torch.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01), wrapped)
-    gradients = [torch.randn(num_elements, generator=generator) for _ in range(NUM_TENSORS)]
-    seconds = []
-    for step in range(-3, arguments.steps):  # three warm-up steps
-        wrapped(*gradients).backward()
-        dist.barrier()
-        begin = time.perf_counter()
-        optimizer.step()
-        if step >= 0:
-            seconds.append(time.perf_counter() - begin)
-    if rank == 0:
+class ReplicaCommands:
+    """The commands of a worker under one system."""
+
+    def __init__(self, job: WorkerJob) -> None:
+        self._job = job
+
+    def setup(self) -> int:
+        torch.set_num_threads(1)
+        folder = str(self._job.directory)
+        os.environ.update(SYSTEMS[self._job.system], RANK=str(self._job.rank), WORLD_SIZE=str(NUM_WORKERS))
+        os.environ.update(COARSE_MEMORY_DEVICES=str(self._job.options["devices"]))
+        os.environ.update(TMPDIR=folder, TORCHELASTIC_RUN_ID=folder)  # of the devices that are kept
+        tempfile.tempdir = None
+        join_process_group(self._job)
+        return self._job.rank
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+    def train(self) -> tuple[list[float], str]:
+        """Seconds of each step's optimizer.step(), and the hash of the parameters."""
+        num_elements = self._job.options["num_elements"]
+        generator = torch.Generator().manual_seed(self._job.rank)
+        model = Model(num_elements)
+        wrapped = coarse.torch.DistributedDataParallel(model)
+        optimizer = coarse.torch.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01), wrapped)
+        gradients = [torch.randn(num_elements, generator=generator) for _ in range(NUM_TENSORS)]
+        seconds = []
+        for step in range(-3, self._job.options["steps"]):  # three warm-up steps
+            wrapped(*gradients).backward()
+            dist.barrier()
+            begin = time.perf_counter()
+            optimizer.step()
+            if step >= 0:
+                seconds.append(time.perf_counter() - begin)
         digest = hashlib.sha256()
         for parameter in model.parameters():
             digest.update(parameter.detach().numpy())
-        results.put((seconds, digest.hexdigest()))
-    dist.barrier()
-    dist.destroy_process_group()
+        return seconds, digest.hexdigest()
 
 
 if __name__ == "__main__":

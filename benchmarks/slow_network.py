@@ -31,16 +31,15 @@ from rich.table import Table
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import coarse.torch
-from coarse.bench.process_pool import ProcessPool, Seat
-from coarse.bench.record import EMULATED, Provenance, append_records
+from coarse.bench.harness.commands import WorkerJob
+from coarse.bench.harness.worker_pool import WorkerPool, time_for
+from coarse.bench.provenance import EMULATED, Provenance, append_records
 
 NUM_NODES = 2
 WIDTH = 1024
 BATCH = 32
 NUM_WARM_UPS = 3
 PORT = 29555
-LIMIT_S = 600.0
-"""Time limit for all steps of a system."""
 BITS_PER_S = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 
@@ -163,60 +162,76 @@ def address_of(node: int) -> str:
 
 def run(system: System, plan: Plan, namespaces: list[str]) -> tuple[list[float], np.ndarray]:
     """Step times of the first worker, in seconds, and its parameters at the end."""
-    with ProcessPool(NUM_NODES * plan.workers, work) as crew:
-        crew.tell((system, plan, namespaces))
-        found: tuple[list[float], np.ndarray] = crew.hear(LIMIT_S)[0]
-    return found
+    options = {"plan": asdict(plan), "namespaces": namespaces}
+    with WorkerPool(system.name, SlowNetworkCommands, NUM_NODES * plan.workers, options) as pool:
+        times, parameters = pool.ask("train", time_for(plan.steps))[0]
+        return times, np.load(parameters)
 
 
-def work(seat: Seat) -> None:
-    """Runs one worker until its end."""
-    system, plan, namespaces = seat.hear()
-    rank = seat.rank
-    node, local_rank = divmod(rank, plan.workers)
-    enter_namespace(namespaces[node])
-    os.environ.update(
-        RANK=str(rank),
-        WORLD_SIZE=str(NUM_NODES * plan.workers),
-        LOCAL_RANK=str(local_rank),
-        LOCAL_WORLD_SIZE=str(plan.workers),
-        MASTER_ADDR=address_of(0),
-        MASTER_PORT=str(PORT),
-        GLOO_SOCKET_IFNAME="cable",
-        COARSE_NODE=str(node),
-        COARSE_NODE_ADDRESS=address_of(node),
-    )
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    torch.manual_seed(0)
-    module = torch.nn.Sequential(
-        *(
-            torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.GELU(), torch.nn.LayerNorm(WIDTH))
-            for _ in range(plan.layers)
+class SlowNetworkCommands:
+    """The commands of a worker under one system."""
+
+    def __init__(self, job: WorkerJob) -> None:
+        self._job = job
+        self._plan = Plan(**job.options["plan"])
+        (self._system,) = (system for system in SYSTEMS if system.name == job.system)
+
+    def setup(self) -> int:
+        node, local_rank = divmod(self._job.rank, self._plan.workers)
+        enter_namespace(self._job.options["namespaces"][node])
+        os.environ.update(
+            RANK=str(self._job.rank),
+            WORLD_SIZE=str(self._job.num_workers),
+            LOCAL_RANK=str(local_rank),
+            LOCAL_WORLD_SIZE=str(self._plan.workers),
+            MASTER_ADDR=address_of(0),
+            MASTER_PORT=str(PORT),
+            GLOO_SOCKET_IFNAME="cable",
+            COARSE_NODE=str(node),
+            COARSE_NODE_ADDRESS=address_of(node),
         )
-    )
-    wrap = (
-        coarse.torch.DistributedDataParallel
-        if system.is_coarse
-        else torch.nn.parallel.DistributedDataParallel
-    )
-    model = wrap(module, gradient_as_bucket_view=True)
-    if system.hook is not None:
-        model.register_comm_hook(None, system.hook)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    inputs = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(rank))
-    times = []
-    for _ in range(NUM_WARM_UPS + plan.steps):
-        dist.barrier()
-        begin_s = time.perf_counter()
-        optimizer.zero_grad()
-        model(inputs).square().mean().backward()
-        optimizer.step()
-        times.append(time.perf_counter() - begin_s)
-    parameters = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
-    seat.tell((times[NUM_WARM_UPS:], parameters.numpy()) if rank == 0 else None)
-    dist.barrier()
-    dist.destroy_process_group()
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo")
+        return self._job.rank
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+    def train(self) -> tuple[list[float], str]:
+        """Seconds of each step, and the file with the parameters."""
+        model = self._model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        generator = torch.Generator().manual_seed(self._job.rank)
+        inputs = torch.randn(BATCH, WIDTH, generator=generator)
+        times = []
+        for _ in range(NUM_WARM_UPS + self._plan.steps):
+            dist.barrier()
+            begin_s = time.perf_counter()
+            optimizer.zero_grad()
+            model(inputs).square().mean().backward()
+            optimizer.step()
+            times.append(time.perf_counter() - begin_s)
+        path = str(self._job.directory / f"parameters-{self._job.rank}.npy")
+        np.save(path, torch.cat([each.detach().flatten() for each in model.parameters()]).numpy())
+        return times[NUM_WARM_UPS:], path
+
+    def _model(self) -> Any:
+        torch.manual_seed(0)
+        module = torch.nn.Sequential(
+            *(
+                torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.GELU(), torch.nn.LayerNorm(WIDTH))
+                for _ in range(self._plan.layers)
+            )
+        )
+        wrap = (
+            coarse.torch.DistributedDataParallel
+            if self._system.is_coarse
+            else torch.nn.parallel.DistributedDataParallel
+        )
+        model = wrap(module, gradient_as_bucket_view=True)
+        if self._system.hook is not None:
+            model.register_comm_hook(None, self._system.hook)
+        return model
 
 
 def enter_namespace(name: str) -> None:

@@ -10,11 +10,9 @@ and means.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import statistics
 import sys
-import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,7 +23,10 @@ import torch
 import torch.distributed as dist
 
 import coarse.torch
-from coarse.bench.record import MEASURED, Provenance, append_records
+from coarse.bench.harness.commands import WorkerJob
+from coarse.bench.harness.rendezvous import join_process_group
+from coarse.bench.harness.worker_pool import WorkerPool, time_for
+from coarse.bench.provenance import MEASURED, Provenance, append_records
 
 NUM_WORKERS = 2
 NUMBER_BYTES = 8
@@ -114,56 +115,55 @@ def traffic_bytes(system: str, plan: Plan) -> int:
 
 
 def _run(system: str, plan: Plan) -> tuple[list[float], tuple[float, float]]:
-    spawn = multiprocessing.get_context("spawn")
-    results = spawn.SimpleQueue()
-    with tempfile.TemporaryDirectory() as directory:
-        workers = [
-            spawn.Process(target=_work, args=(rank, system, plan, f"{directory}/store", results))
-            for rank in range(NUM_WORKERS)
-        ]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
-        if any(worker.exitcode for worker in workers):
-            raise RuntimeError(f"{system}: a worker failed; its traceback is above")
-    found: tuple[list[float], tuple[float, float]] = results.get()
-    return found
+    with WorkerPool(system, SparseCommands, NUM_WORKERS, asdict(plan)) as pool:
+        times, sums = pool.ask("train", time_for(plan.steps))[0]
+    return times, sums
 
 
-def _work(rank: int, system: str, plan: Plan, rendezvous: str, results: Any) -> None:
-    options = SYSTEMS[system]
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(NUM_WORKERS))
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=NUM_WORKERS)
-    torch.manual_seed(0)
-    table = torch.nn.Embedding(plan.rows, plan.width, sparse=options["sparse"])
-    wrap = (
-        torch.nn.parallel.DistributedDataParallel
-        if "torch" in options
-        else coarse.torch.DistributedDataParallel
-    )
-    model = wrap(table)
-    optimizer: Any = torch.optim.Adagrad(model.parameters(), lr=0.01)
-    if options["offload"] is not None:
-        optimizer = coarse.torch.DistributedOptimizer(optimizer, model, **options["offload"])
-    target = torch.linspace(-1, 1, plan.width)
-    times = []
-    for step in range(-2, plan.steps):  # two warm-up steps
-        lookups = plan.lookups(rank, step + 2)
-        dist.barrier()
-        begin = time.perf_counter()
-        optimizer.zero_grad()
-        ((model(lookups) - target).square().sum() / plan.touched).backward()
-        optimizer.step()
-        if step >= 0:
-            times.append(time.perf_counter() - begin)
-    if rank == 0:
+class SparseCommands:
+    """The commands of a worker under one system."""
+
+    def __init__(self, job: WorkerJob) -> None:
+        self._job = job
+        self._plan = Plan(**job.options)
+
+    def setup(self) -> int:
+        torch.set_num_threads(1)
+        os.environ.update(RANK=str(self._job.rank), WORLD_SIZE=str(NUM_WORKERS))
+        join_process_group(self._job)
+        return self._job.rank
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+    def train(self) -> tuple[list[float], tuple[float, float]]:
+        """Seconds of each step, and the sums of the table's values and of their squares."""
+        plan, options = self._plan, SYSTEMS[self._job.system]
+        torch.manual_seed(0)
+        table = torch.nn.Embedding(plan.rows, plan.width, sparse=options["sparse"])
+        wrap = (
+            torch.nn.parallel.DistributedDataParallel
+            if "torch" in options
+            else coarse.torch.DistributedDataParallel
+        )
+        model = wrap(table)
+        optimizer: Any = torch.optim.Adagrad(model.parameters(), lr=0.01)
+        if options["offload"] is not None:
+            optimizer = coarse.torch.DistributedOptimizer(optimizer, model, **options["offload"])
+        target = torch.linspace(-1, 1, plan.width)
+        times = []
+        for step in range(-2, plan.steps):  # two warm-up steps
+            lookups = plan.lookups(self._job.rank, step + 2)
+            dist.barrier()
+            begin = time.perf_counter()
+            optimizer.zero_grad()
+            ((model(lookups) - target).square().sum() / plan.touched).backward()
+            optimizer.step()
+            if step >= 0:
+                times.append(time.perf_counter() - begin)
         with torch.no_grad():
-            sums = float(table.weight.double().sum()), float(table.weight.double().square().sum())
-        results.put((times, sums))
-    dist.barrier()
-    dist.destroy_process_group()
+            values = table.weight.double()
+            return times, (float(values.sum()), float(values.square().sum()))
 
 
 def _check(sums: dict[str, tuple[float, float]], plan: Plan) -> None:

@@ -9,23 +9,21 @@ both equally. Each result is verified before it is timed. All figures are *measu
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from coarse.bench.record import Provenance, append_records
+from coarse.bench.harness.commands import WorkerJob
+from coarse.bench.harness.rendezvous import join_process_group
+from coarse.bench.harness.worker_pool import WorkerPool
+from coarse.bench.provenance import Provenance, append_records
 
 BACKENDS = ("gloo", "coarse")
 ALL_REDUCE_BYTES = (4, 4 << 10, 256 << 10, 1 << 20, 16 << 20, 64 << 20)
-LIMIT_S = 600
 _TIMED_S = 4.0
 _WARM_UP = 5
 
@@ -119,61 +117,47 @@ def _fsdp_step(group: Any) -> Callable[[], float]:
     return step
 
 
-def run_rank(result: Path, *, has_training: bool) -> None:
-    """Runs all measurements of one rank; rank 0 writes the results."""
-    import torch
-    import torch.distributed as dist
+class BackendCommands:
+    """The commands of a rank."""
 
-    from coarse import torch_entry
+    def __init__(self, job: WorkerJob) -> None:
+        self._job = job
+        self._groups: Groups = {}
 
-    torch_entry.register()  # needed if COARSE is not installed
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "coarse", init_method=f"file://{result}.store", rank=_rank(), world_size=_workers()
-    )
-    groups = {backend: dist.new_group(backend=backend) for backend in BACKENDS}
-    times = {**all_reduces(groups), **(fsdp_steps(groups) if has_training else {})}
-    if dist.get_rank() == 0:
-        result.write_text(json.dumps(times))
-    dist.barrier()
-    dist.destroy_process_group()
+    def setup(self) -> int:
+        import torch
+        import torch.distributed as dist
 
+        from coarse import torch_entry
 
-def _rank() -> int:
-    return int(os.environ["RANK"])
+        job, nodes = self._job, self._job.options["nodes"]
+        os.environ.update(RANK=str(job.rank), WORLD_SIZE=str(job.num_workers))
+        if nodes > 1:
+            os.environ["COARSE_NODE"] = str(job.rank * nodes // job.num_workers)
+        torch_entry.register()  # needed if COARSE is not installed
+        torch.set_num_threads(1)
+        join_process_group(job, "coarse")
+        self._groups = {backend: dist.new_group(backend=backend) for backend in BACKENDS}
+        return job.rank
 
+    def close(self) -> None:
+        import torch.distributed as dist
 
-def _workers() -> int:
-    return int(os.environ["WORLD_SIZE"])
+        dist.barrier()
+        dist.destroy_process_group()
+
+    def all_reduces(self) -> dict[str, Times]:
+        return all_reduces(self._groups)
+
+    def fsdp_steps(self) -> dict[str, Times]:
+        return fsdp_steps(self._groups)
 
 
 def run(workers: int, nodes: int, *, has_training: bool) -> dict[str, Times]:
     """Times of both backends in milliseconds; all `nodes` nodes run on this machine."""
-    options = [] if has_training else ["--no-training"]
-    with tempfile.TemporaryDirectory(prefix="coarse-bench-") as folder:
-        result = Path(folder, "times.json")
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, __file__, "--result", str(result), *options],
-                env={
-                    **os.environ,
-                    "RANK": str(rank),
-                    "WORLD_SIZE": str(workers),
-                    "OMP_NUM_THREADS": "1",
-                    **({"COARSE_NODE": str(rank * nodes // workers)} if nodes > 1 else {}),
-                },
-            )
-            for rank in range(workers)
-        ]
-        try:
-            if sum(rank.wait(LIMIT_S) != 0 for rank in ranks):
-                raise SystemExit("a rank failed")
-        finally:
-            for rank in ranks:
-                rank.kill()
-                rank.wait()
-        times: dict[str, Times] = json.loads(result.read_text())
-        return times
+    with WorkerPool("torch backend", BackendCommands, workers, {"nodes": nodes}) as pool:
+        times: dict[str, Times] = pool.ask("all_reduces")[0]
+        return times | (pool.ask("fsdp_steps")[0] if has_training else {})
 
 
 def summary(times: list[float]) -> dict[str, float]:
@@ -194,11 +178,7 @@ def main() -> None:
     parser.add_argument("--report", type=Path, help="a file to which JSON lines are appended")
     parser.add_argument("--nodes", type=int, default=1, help="nodes that this machine plays, over loopback")
     parser.add_argument("--no-training", dest="training", action="store_false", help="all_reduce alone")
-    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.result:
-        run_rank(arguments.result, has_training=arguments.training)
-        return
     found = run(arguments.workers, arguments.nodes, has_training=arguments.training)
     print(f"{'measured, ms':28} {'gloo p50':>10} {'coarse min':>11} {'p50':>9} {'p99':>9} {'to gloo':>8}")
     for name, times in found.items():

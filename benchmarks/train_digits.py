@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn
 from rich.table import Table
 
-from coarse.bench.memory import JobMemory
+from coarse.bench.harness.job_memory import JobMemory
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = {"coarse": "torch_digits.py", "ddp": "torch_digits_ddp.py"}

@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from coarse.bench.memory import JobMemory
+from coarse.bench.harness.job_memory import JobMemory
 
 ROOT = Path(__file__).resolve().parent.parent
 TITLES = {"coarse": "COARSE", "plain": "one process"}

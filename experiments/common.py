@@ -12,7 +12,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from coarse.bench.record import Provenance
+from coarse.bench.provenance import Provenance
 from coarse.cli.arguments import folder_to_write
 from coarse.profiler.figures import save_figure
 from coarse.profiler.profile import PROFILE_KINDS

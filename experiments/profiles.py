@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from functools import cache
 from typing import Any
 
-from coarse.bench.process_pool import ProcessPool, Seat
+from coarse.bench.harness.rendezvous import SessionCommands
+from coarse.bench.harness.worker_pool import WorkerPool
 from coarse.machine.catalogue import load_machine
 from coarse.machine.links import LinkTable
 from coarse.machine.partition_table import PartitionTable
@@ -53,16 +55,16 @@ def _hurried(plan: MeasurePlan, is_quick: bool) -> MeasurePlan:
 
 
 def _measure(num_workers: int, settings: dict[str, Any], plan: MeasurePlan) -> Profile:
-    with ProcessPool(num_workers, _work) as crew:
-        return from_json(crew.ask((settings, plan))[0])
+    with WorkerPool("profile", ProfileCommands, num_workers, settings) as pool:
+        return from_json(pool.ask("measure", **asdict(plan))[0])
 
 
-def _work(seat: Seat) -> None:
-    """A worker: receives settings and a plan, returns the profile that all workers measured together."""
-    settings, plan = seat.hear()
-    with seat.join("session", **settings) as session:
-        seat.tell(as_json(measure_profile(session, plan)))
-        seat.hear()
+class ProfileCommands(SessionCommands):
+    """The commands of a worker that measures links."""
+
+    def measure(self, sizes: Sequence[int], budget_s: float) -> dict[str, Any]:
+        """The profile that all workers measure together, as JSON."""
+        return as_json(measure_profile(self.session, MeasurePlan(sizes=tuple(sizes), budget_s=budget_s)))
 
 
 def plan_tables(profile: Profile) -> tuple[RoutingTable, ...]:

@@ -1,113 +1,174 @@
-"""Memory of a whole job as counted by the kernel: in a memory control group, or as allocated on the machine."""
+"""`coarse bench memory`: peak memory of a whole training job as counted by the kernel, and its smallest limit."""
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Iterable
-from pathlib import Path
-from types import TracebackType
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
-from coarse.bench.control_group import ControlGroup, NoControlGroupError
-from coarse.machine.host import parse_fields, parse_kib, read_memory
-from coarse.wire.host_memory import within_cgroup
+from coarse.bench.harness.commands import BenchError
+from coarse.bench.harness.control_group import ControlGroup
+from coarse.bench.harness.job_memory import available_bytes
+from coarse.bench.harness.worker_pool import Progress
+from coarse.bench.models import NUM_PARAMETERS
+from coarse.bench.train_step.driver import TrainPlan, train_pool
+from coarse.errors import CoarseError
 
-_SAMPLE_INTERVAL_S = 0.02
+BASELINE_MODEL = "bert-tiny"
+"""Has the imports and processes of the larger models, but very few parameters."""
+
+PEERS = ("ddp", "ddp-default", "zero", "fsdp", "coarse-overlap")
+REFERENCES = ("ddp", "zero", "fsdp")
+STEPS = 3
+"""Number of steps that a job must take within a limit to count as training in it."""
+_BYTES_PER_ELEMENT = 4
+_SHARE_OF_AVAILABLE = 0.95
+_TIMEOUT_S = 1800.0
+_SLOWER_IN_LIMIT = 4  # factor over the time without a limit; a slower job hangs, or only moves pages
+_LEAST_TIME_S = 120.0
+_NUM_TRIES = 6
+_LEAST_SHARE = 2  # the smallest tried limit is the peak divided by this
+_ALIGNMENT = 16 << 20
 
 
-def available_bytes() -> int:
-    """Memory that is available without swapping and within the control group's limit."""
-    return within_cgroup(read_memory().available_bytes)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateMemory:
+    """Memory of a job under one system.
 
-
-class PeakMemory:
-    """Samples the kernel's allocated memory within the context, in a separate thread.
-
-    This is anonymous and shared memory of the whole machine, touched or not, so nothing else should run. In contrast
-    to a proportional set size, it includes everything that a control group would count, except the page cache.
+    Args:
+        plan: The plan of the run.
+        peak_bytes: The kernel's peak count for all processes, from the start to the last step; None if the job did
+            not train in the available memory.
+        limit_bytes: The smallest tried limit in which it trained; None without a search.
+        resolution_bytes: With a limit smaller by this amount, it did not train.
+        available_bytes: The limit for the measurement of the peak.
     """
 
-    def __init__(self) -> None:
-        self.peak_bytes = 0
-        self._before_bytes = 0
-        self._finished = threading.Event()
-        self._thread = threading.Thread(target=self._sample_until_finished, daemon=True)
+    system: str
+    plan: TrainPlan
+    peak_bytes: int | None
+    limit_bytes: int | None
+    resolution_bytes: int
+    available_bytes: int
 
     @property
-    def grown_bytes(self) -> int:
-        """The peak minus the allocated memory at the beginning of the context."""
-        return self.peak_bytes - self._before_bytes
+    def copies(self) -> float | None:
+        """The peak in units of the parameters' bytes."""
+        if self.peak_bytes is None:
+            return None
+        return self.peak_bytes / (NUM_PARAMETERS[self.plan.model] * _BYTES_PER_ELEMENT)
 
-    def __enter__(self) -> PeakMemory:
-        self._before_bytes = given_out_bytes()
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._finished.set()
-        self._thread.join()
-
-    def _sample_until_finished(self) -> None:
-        while True:
-            self.peak_bytes = max(self.peak_bytes, given_out_bytes())
-            if self._finished.wait(_SAMPLE_INTERVAL_S):
-                return
-
-
-def given_out_bytes() -> int:
-    """Anonymous and shared memory of all processes of the machine."""
-    fields = parse_fields(Path("/proc/meminfo").read_text())
-    return sum(parse_kib(fields[name]) for name in ("AnonPages", "Shmem"))
+    def as_json(self) -> dict[str, Any]:
+        """The fields of a record line, without provenance."""
+        return {
+            "bench": "memory",
+            "system": self.system,
+            "num_workers": self.plan.num_workers,
+            "model": self.plan.model,
+            "batch": self.plan.batch,
+            "sequence": self.plan.sequence,
+            "optimizer": self.plan.optimizer,
+            "counted_by": "memory control group, start included",
+            "steps": STEPS,
+            "peak_bytes": self.peak_bytes,
+            "copies_of_parameters": self.copies,
+            "smallest_limit_bytes": self.limit_bytes,
+            "limit_resolution_bytes": self.resolution_bytes,
+            "available_bytes": self.available_bytes,
+        }
 
 
-class JobMemory:
-    """The peak of one job's memory from its start: by a control group if possible, otherwise by PeakMemory.
+def run_state_memory(
+    plan: TrainPlan, progress: Progress = lambda _: None, *, finds_limits: bool = True
+) -> tuple[StateMemory, ...]:
+    """Runs each system alone: once with all available memory, then within limits until the smallest is found.
 
-    Context manager; use each instance once.
+    Args:
+        finds_limits: Whether to search for the smallest limit too.
+
+    Raises:
+        NoControlGroupError: If memory cannot be counted on this machine; suggests an action.
+        CoarseError: If a worker dies or answers too late for a reason other than memory.
     """
+    progress(f"{plan.systems[0]}  {BASELINE_MODEL}, which brings files into the page cache")
+    _try(replace(plan, model=BASELINE_MODEL), plan.systems[0], limit_bytes=0, timeout_s=_TIMEOUT_S)
+    return tuple(_measure(plan, system, progress, finds_limits=finds_limits) for system in plan.systems)
 
-    def __init__(self) -> None:
-        self._machine = PeakMemory()
-        self._group: ControlGroup | None = None
-        self._last_bytes = 0
-        with contextlib.suppress(NoControlGroupError):
-            self._group = ControlGroup(may_move=False)
 
-    @property
-    def group(self) -> ControlGroup | None:
-        """The group in which the job must be started; None if the whole machine is measured."""
-        return self._group
+def num_progress_steps(plan: TrainPlan, *, finds_limits: bool = True) -> int:
+    """Largest number of calls of the progress function by run_state_memory()."""
+    return 1 + len(plan.systems) * (1 + _NUM_TRIES * finds_limits)
 
-    @property
-    def peak_bytes(self) -> int:
-        """Peak of the whole job so far; after the context, of the whole context."""
-        if self._last_bytes:
-            return self._last_bytes
-        return self._machine.grown_bytes if self._group is None else self._group.peak_bytes
 
-    @property
-    def how(self) -> str:
-        """The method of counting, in words."""
-        if self._group is not None:
-            return "peak of a memory control group of the whole job, its start included"
-        return (
-            "growth of anonymous and shared memory of the whole machine at its peak, the job's start included"
-        )
+def _measure(plan: TrainPlan, system: str, progress: Progress, *, finds_limits: bool) -> StateMemory:
+    allowed_bytes = int(_SHARE_OF_AVAILABLE * available_bytes())
+    progress(f"{system}  peak")
+    began_s = time.monotonic()
+    peak_bytes = _try(plan, system, limit_bytes=allowed_bytes, timeout_s=_TIMEOUT_S)
+    timeout_s = max(_LEAST_TIME_S, _SLOWER_IN_LIMIT * (time.monotonic() - began_s))
+    limit_bytes, resolution_bytes = None, 0
+    if peak_bytes is not None and finds_limits:
 
-    def command(self, command: Iterable[str]) -> tuple[str, ...]:
-        """Returns the command line that runs a command so that its memory is counted."""
-        return tuple(command) if self._group is None else self._group.command(command)
+        def trains_in(limit_bytes: int) -> bool:
+            progress(f"{system}  within {limit_bytes / 2**30:.2f} GiB")
+            found = _try(plan, system, limit_bytes=limit_bytes, timeout_s=timeout_s)
+            return found is not None
 
-    def __enter__(self) -> JobMemory:
-        self._machine.__enter__()
-        return self
+        limit_bytes, resolution_bytes = smallest_limit(peak_bytes, trains_in)
+    return StateMemory(
+        system=system,
+        plan=plan,
+        peak_bytes=peak_bytes,
+        limit_bytes=limit_bytes,
+        resolution_bytes=resolution_bytes,
+        available_bytes=allowed_bytes,
+    )
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._machine.__exit__(kind, error, trace)
-        self._last_bytes = self.peak_bytes
-        if self._group is not None:
-            self._group.close()
+
+def smallest_limit(peak_bytes: int, trains_in: Callable[[int], bool]) -> tuple[int, int]:
+    """Searches the smallest limit by bisection between the peak and half of it, which is assumed to be too small.
+
+    Args:
+        peak_bytes: A limit in which the job trains.
+        trains_in: Returns whether the job trains in a limit.
+
+    Returns:
+        The smallest limit, and the difference to the next smaller one in which it does not train; in bytes.
+    """
+    high = -(-peak_bytes // _ALIGNMENT)
+    low = high // _LEAST_SHARE
+    for _ in range(_NUM_TRIES):
+        if high - low <= 1:
+            break
+        middle = (low + high) // 2
+        if trains_in(middle * _ALIGNMENT):
+            high = middle
+        else:
+            low = middle
+    return high * _ALIGNMENT, (high - low) * _ALIGNMENT
+
+
+def _try(plan: TrainPlan, system: str, *, limit_bytes: int, timeout_s: float) -> int | None:
+    """Returns the peak of a job of STEPS steps; None if memory does not suffice.
+
+    Raises:
+        CoarseError: If it fails for a reason other than memory.
+    """
+    with ControlGroup(limit_bytes) as group:
+        try:
+            with train_pool(plan, system, group=group, start_timeout_s=timeout_s) as pool:
+                pool.ask("run", timeout_s, steps=STEPS - 1)  # in addition to one uncounted step
+                # Before models are closed, because closing copies them for each worker and scripts rarely do it.
+                return group.peak_bytes
+        except (CoarseError, TimeoutError) as error:
+            if limit_bytes and (group.num_killed or _speaks_of_memory(error)):
+                return None
+            raise
+
+
+def _speaks_of_memory(error: Exception) -> bool:
+    return isinstance(error, TimeoutError | BenchError) and any(
+        sign in str(error)
+        for sign in ("OutOfDeviceMemoryError", "MemoryError", "not enough memory", "too long")
+    )

@@ -14,7 +14,7 @@ from coarse.settings import ALGORITHM_CHOICES, Settings, parse_bytes
 if TYPE_CHECKING:  # these import an extra and are slow; `coarse --help` must not load them
     from rich.console import Console
 
-    from coarse.bench.report import TextTable
+    from coarse.bench.tables import TextTable
 
 _SYNC_PEERS = ("gloo", "mpich", "openmpi", "impi", "ucc", "horovod")
 _TRAIN_PEERS = ("ddp", "ddp-tuned", "ddp-default", "none")
@@ -242,8 +242,9 @@ def run_sync_command(arguments: argparse.Namespace) -> int:
     """
     if complaint := _emulation():
         return _usage_error(complaint)
-    from coarse.bench import report
-    from coarse.bench.sync import COARSE_SYSTEMS, LIMIT, SyncPlan, num_progress_steps, run_sync
+    from coarse.bench import tables
+    from coarse.bench.sync.driver import COARSE_SYSTEMS, SyncPlan, num_progress_steps, run_sync
+    from coarse.bench.sync.systems import LIMIT
 
     limit = (LIMIT,) if arguments.dtype == "float32" else ()
     systems = _installed((*arguments.against, *limit, *COARSE_SYSTEMS))
@@ -264,7 +265,7 @@ def run_sync_command(arguments: argparse.Namespace) -> int:
     what = f"{plan.num_workers} workers, {plan.dtype}, {plan.rounds} rounds, every result verified"
     _publish(
         what,
-        [report.bandwidth_table(records), report.latency_table(records)],
+        [tables.bandwidth_table(records), tables.latency_table(records)],
         (record.as_json() for record in records),
         arguments.json,
     )
@@ -279,9 +280,9 @@ def run_train_step_command(arguments: argparse.Namespace) -> int:
     """
     if complaint := _emulation():
         return _usage_error(complaint)
-    from coarse.bench import report
-    from coarse.bench.train import TrainPlan, num_progress_steps, run_train
-    from coarse.bench.training import missing_gpu
+    from coarse.bench import tables
+    from coarse.bench.train_step.driver import TrainPlan, num_progress_steps, run_train
+    from coarse.bench.train_step.systems import missing_gpu
 
     peers = arguments.against
     if arguments.offload_optimizer:
@@ -310,7 +311,7 @@ def run_train_step_command(arguments: argparse.Namespace) -> int:
         return _usage_error(complaint)
     comparison = _with_progress(lambda progress: run_train(plan, progress), num_progress_steps(plan))
     turns = "all systems up, in turns" if comparison.side_by_side else "started anew for each turn"
-    table = report.single_table(comparison) if arguments.single else report.train_table(comparison)
+    table = tables.single_table(comparison) if arguments.single else tables.train_table(comparison)
     gpu = comparison.results[0].first_step.gpu
     _publish(
         f"{plan.rounds} rounds, {turns}, parameters verified" + (f", on {gpu}" if gpu else ""),
@@ -327,10 +328,10 @@ def run_replay_command(arguments: argparse.Namespace) -> int:
     Raises:
         CoarseError: If a worker fails or a result is wrong; nothing is left behind.
     """
-    from coarse.bench import report
-    from coarse.bench.record import EMULATED
-    from coarse.bench.replay import ReplayPlan, num_progress_steps, run_replay
-    from coarse.bench.trace import load_trace, place_trace
+    from coarse.bench import tables
+    from coarse.bench.provenance import EMULATED
+    from coarse.bench.replay.driver import ReplayPlan, num_progress_steps, run_replay
+    from coarse.bench.replay.trace import load_trace, place_trace
     from coarse.machine.catalogue import load_machine
 
     try:
@@ -351,7 +352,7 @@ def run_replay_command(arguments: argparse.Namespace) -> int:
     results = _with_progress(lambda progress: run_replay(plan, progress), num_progress_steps(plan))
     _publish(
         f"links of {plan.machine}, time dilated {plan.time_dilation:g} times, every result verified",
-        [report.replay_table(results)],
+        [tables.replay_table(results)],
         (result.as_json() for result in results),
         arguments.json,
         kind=EMULATED,
@@ -367,8 +368,8 @@ def run_checkpoint_command(arguments: argparse.Namespace) -> int:
     """
     if complaint := _emulation():
         return _usage_error(complaint)
-    from coarse.bench import report
-    from coarse.bench.checkpoint import SavePlan, num_progress_steps, run_checkpoint
+    from coarse.bench import tables
+    from coarse.bench.checkpoint.driver import SavePlan, num_progress_steps, run_checkpoint
 
     try:
         plan = SavePlan(
@@ -390,7 +391,7 @@ def run_checkpoint_command(arguments: argparse.Namespace) -> int:
     _publish(
         f"{plan.rounds} rounds of {plan.saves} saves, each behind {plan.every} steps; every system alone, what was "
         "saved compared",
-        [report.checkpoint_table(results)],
+        [tables.checkpoint_table(results)],
         (result.as_json() for result in results),
         arguments.json,
     )
@@ -405,9 +406,9 @@ def run_memory_command(arguments: argparse.Namespace) -> int:
     """
     if complaint := _emulation():
         return _usage_error(complaint)
-    from coarse.bench import report
-    from coarse.bench.state_memory import num_progress_steps, run_state_memory
-    from coarse.bench.train import TrainPlan
+    from coarse.bench import tables
+    from coarse.bench.memory import num_progress_steps, run_state_memory
+    from coarse.bench.train_step.driver import TrainPlan
 
     try:
         plan = TrainPlan(
@@ -428,7 +429,7 @@ def run_memory_command(arguments: argparse.Namespace) -> int:
     )
     _publish(
         "every system alone; page cache of files that were read before is left out",
-        [report.memory_table(results)],
+        [tables.memory_table(results)],
         (result.as_json() for result in results),
         arguments.json,
     )
@@ -437,7 +438,7 @@ def run_memory_command(arguments: argparse.Namespace) -> int:
 
 def _installed(systems: Iterable[str]) -> tuple[str, ...]:
     """The systems that can run on this machine; reports how to install the others."""
-    from coarse.bench.systems import missing
+    from coarse.bench.harness.launchers import missing
 
     present = []
     for system in systems:
@@ -488,8 +489,8 @@ def _publish(
     """Appends the records to `json_path` if there is one, and prints the tables."""
     from rich.console import Console
 
-    from coarse.bench.record import Provenance, append_records
-    from coarse.bench.report import heading
+    from coarse.bench.provenance import Provenance, append_records
+    from coarse.bench.tables import heading
 
     provenance = Provenance.here()
     if json_path is not None:  # first, because the reader of the tables may close the pipe

@@ -69,7 +69,7 @@ def print_topology(topology: GpuTopology, uuids: list[str]) -> None:
 
 def print_links(links: GpuLinks) -> None:
     """Prints latencies and bandwidths."""
-    from coarse.bench.record import Machine
+    from coarse.bench.provenance import Machine
     from coarse.cli.plan import format_size, print_table
 
     smallest = next(iter(links.curves.values())).points[0].nbytes

@@ -15,7 +15,7 @@ from coarse.machine.wiring import link_table
 from coarse.settings import Settings
 
 if TYPE_CHECKING:  # slow to import; `coarse --help` must not load these
-    from coarse.bench.trace import ComputeTrace
+    from coarse.bench.replay.trace import ComputeTrace
     from coarse.machine.partition_table import PartitionTable
     from coarse.machine.profile import Machine
     from coarse.profiler.curve import Curve
@@ -295,7 +295,7 @@ def _partition_table(machine: Machine, name: str) -> PartitionTable:
 
 def _trace(model: str | None, tflops: float | None, machine: str | None) -> ComputeTrace | None:
     """The model's times on the requested processor."""
-    from coarse.bench.trace import check_tflops, load_trace, place_trace
+    from coarse.bench.replay.trace import check_tflops, load_trace, place_trace
     from coarse.machine.catalogue import load_machine
 
     if tflops is not None:

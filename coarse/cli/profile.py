@@ -170,7 +170,7 @@ def _profile_gpus(arguments: argparse.Namespace) -> int:
 
 def print_profile(basis: Basis) -> None:
     """Prints all figures of a profile, and the resulting plan."""
-    from coarse.bench.record import Machine
+    from coarse.bench.provenance import Machine
     from coarse.cli.plan import print_routing, print_shard_size, print_table
     from coarse.profiler.profile import BOTH
 

@@ -23,8 +23,8 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from coarse.bench.record import Provenance, append_records
-from coarse.bench.systems import find_program
+from coarse.bench.harness.launchers import find_program
+from coarse.bench.provenance import Provenance, append_records
 from coarse.kernels import _native
 from coarse.machine.gpu_topology import is_nvlink_disabled
 from coarse.machine.partition_table import PartitionTable

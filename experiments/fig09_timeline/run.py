@@ -11,10 +11,12 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import numpy as np
 
-from coarse.bench.process_pool import ProcessPool, Seat
+from coarse.bench.harness.rendezvous import SessionCommands
+from coarse.bench.harness.worker_pool import WorkerPool
 from coarse.client.tensor_group import TensorGroup
 from coarse.profiler.figures import Transfer, busy_fraction, draw_timeline, format_size
 from coarse.profiler.partition import count_shards
@@ -141,39 +143,47 @@ def _in_turn(
 
 def watch(task: Task, time_dilation: float = TIME_DILATION) -> list[Transfer]:
     """Runs a task and returns the transfers of worker 0."""
-    with ProcessPool(len(task.tables), _work) as crew:
-        times = crew.ask((task, time_dilation))[0]
+    settings = {"machine": MACHINE, "partition_table": MACHINE, "time_dilation": time_dilation}
+    settings["shard_bytes"] = WHOLE_TENSORS
+    with WorkerPool("fig09", TimelineCommands, len(task.tables), settings) as pool:
+        times = pool.ask("watch", **asdict(task))[0]
     return transfers_of(task.shards, [Times(**values) for values in times], time_dilation)
 
 
-def _work(seat: Seat) -> None:
-    task, time_dilation = seat.hear()
-    settings = {"machine": MACHINE, "partition_table": MACHINE, "time_dilation": time_dilation}
-    with seat.join("session", shard_bytes=WHOLE_TENSORS, **settings) as session:
-        session.adopt_routing(task.tables[seat.rank])
+class TimelineCommands(SessionCommands):
+    """The commands of a worker; its arguments are the fields of a Task as JSON."""
+
+    def watch(
+        self,
+        shards: Sequence[Mapping[str, int]],
+        tables: Sequence[Mapping[str, Any]],
+        most_pushing: int,
+        most_pending: int,
+    ) -> list[dict[str, float]]:
+        """Pushes and pulls all shards; returns the fields of their Times."""
+        self.session.adopt_routing(RoutingTable(**tables[self.rank]))
         specs = [
-            TensorSpec(name=f"shard {i}", dtype="float32", num_elements=shard.nbytes // 4, op="mean")
-            for i, shard in enumerate(task.shards)
+            TensorSpec(name=f"shard {i}", dtype="float32", num_elements=shard["nbytes"] // 4, op="mean")
+            for i, shard in enumerate(shards)
         ]
-        group = session.register("figure 9", specs)
+        group = self.session.register("figure 9", specs)
         for _ in range(2):  # the first pass only touches the memory
             for index in range(len(specs)):
-                np.frombuffer(group.buffer(index), np.float32)[:] = 1 + seat.rank
-            session.barrier()
-            times = _push_and_pull(group, task, seat.rank)
+                np.frombuffer(group.buffer(index), np.float32)[:] = 1 + self.rank
+            self.session.barrier()
+            times = _push_and_pull(group, self.rank, most_pushing, most_pending)
             for index in range(len(specs)):
-                mean = (1 + seat.num_workers) / 2
+                mean = (1 + self.num_workers) / 2
                 if not (np.frombuffer(group.buffer(index), np.float32) == mean).all():
                     raise AssertionError(f"shard {index} is not the mean of all workers'")
-        seat.tell([asdict(each) for each in times])
-        seat.hear()
+        return [asdict(each) for each in times]
 
 
-def _push_and_pull(group: TensorGroup, task: Task, rank: int) -> list[Times]:
-    times = [Times() for _ in task.shards]
+def _push_and_pull(group: TensorGroup, rank: int, most_pushing: int, most_pending: int) -> list[Times]:
+    times = [Times() for _ in group.specs]
     to_push, pushing, pending = list(reversed(range(len(times)))), set[int](), set[int]()
     while to_push or pending:
-        while to_push and len(pushing) < task.most_pushing and len(pending) < task.most_pending:
+        while to_push and len(pushing) < most_pushing and len(pending) < most_pending:
             index = to_push.pop()
             times[index].posted = time.monotonic()
             group.push(index)

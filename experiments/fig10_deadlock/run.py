@@ -19,7 +19,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from coarse.bench.process_pool import ProcessPool, Seat
+from coarse.bench.harness.rendezvous import SessionCommands
+from coarse.bench.harness.worker_pool import WorkerPool
 from coarse.errors import SyncTimeoutError
 from coarse.profiler.figures import LOCAL_STYLE, REMOTE_STYLE
 from coarse.profiler.profile import MEASURED
@@ -35,7 +36,7 @@ TENSOR_ELEMENTS = 16384  # 64 KiB of float32
 LIMIT_S = 3.0
 """A run of this duration counts as a deadlock; other runs take about a thousandth of it."""
 
-NUM_CREWS = 3  # run at the same time with first-come-first-serve: most of them only wait for the limit
+NUM_POOLS = 3  # run at the same time with first-come-first-serve: most of them only wait for the limit
 
 Order = tuple[int, ...]
 
@@ -73,11 +74,11 @@ def expected_share(num_tensors: int) -> float:
 def run_orders(scheduling: str, cases: Sequence[tuple[Order, Order]]) -> list[Run]:
     """Runs pairs of orders, each on memory devices without an earlier deadlock."""
     runs: list[Run] = []
+    settings = {"scheduling": scheduling, "memory_devices": NUM_DEVICES, "timeout_s": LIMIT_S}
     while len(runs) < len(cases):
-        with ProcessPool(NUM_WORKERS, _work) as crew:
-            crew.ask(scheduling)
+        with WorkerPool("fig10", OrderCommands, NUM_WORKERS, settings) as pool:
             for orders in cases[len(runs) :]:
-                answers = crew.ask(orders)
+                answers = pool.ask("push", orders=orders)
                 runs.append(_run_of(orders, answers))
                 if runs[-1].is_deadlock:
                     break
@@ -93,29 +94,27 @@ def _run_of(orders: tuple[Order, Order], answers: Sequence[tuple[bool, float]]) 
     )
 
 
-def _work(seat: Seat) -> None:
-    """A worker: receives a scheduling, then orders; returns whether each one deadlocked, and its seconds."""
-    scheduling = seat.hear()
-    with seat.join(
-        "session", scheduling=scheduling, memory_devices=NUM_DEVICES, timeout_s=LIMIT_S
-    ) as session:
-        seat.tell("ready")
-        while True:
-            order: Order = seat.hear()[seat.rank]
-            specs = [
-                TensorSpec(name=f"tensor {i}", dtype="float32", num_elements=TENSOR_ELEMENTS, op="sum")
-                for i in range(len(order))
-            ]
-            group = session.register("figure 10", specs)
-            session.barrier()
-            is_deadlock, seconds = _push_and_pull(group, order, seat.rank)
-            seat.tell((is_deadlock, seconds))
-            if is_deadlock:
-                seat.hear()  # wait, because leaving first would be an error for the other worker
+class OrderCommands(SessionCommands):
+    """The commands of a worker, which pushes tensors in its order."""
+
+    def push(self, orders: Sequence[Sequence[int]]) -> tuple[bool, float]:
+        """Returns whether the workers' orders have deadlocked, and this worker's seconds."""
+        order = orders[self.rank]
+        specs = [
+            TensorSpec(name=f"tensor {i}", dtype="float32", num_elements=TENSOR_ELEMENTS, op="sum")
+            for i in range(len(order))
+        ]
+        group = self.session.register("figure 10", specs)
+        self.session.barrier()
+        is_deadlock, seconds = _push_and_pull(group, order, self.rank)
+        if (
+            not is_deadlock
+        ):  # otherwise close() comes next: leaving first would be an error for the other worker
             group.close()
+        return is_deadlock, seconds
 
 
-def _push_and_pull(group: AnyTensorGroup, order: Order, rank: int) -> tuple[bool, float]:
+def _push_and_pull(group: AnyTensorGroup, order: Sequence[int], rank: int) -> tuple[bool, float]:
     begin = time.perf_counter()
     for index in order:
         np.frombuffer(group.buffer(index), np.float32)[:] = 2**rank
@@ -143,9 +142,9 @@ def run(options: Options) -> Outcome:
         cases = [random_orders(num_tensors, seed) for seed in range(num_orders)]
         runs[QUEUES] += run_orders(QUEUES, cases)
         options.progress(f"{num_tensors} tensors, {num_orders} orders: queues done")
-        with ThreadPoolExecutor(NUM_CREWS) as pool:
+        with ThreadPoolExecutor(NUM_POOLS) as pool:
             for part in pool.map(
-                lambda some: run_orders(FCFS, some), (cases[i::NUM_CREWS] for i in range(NUM_CREWS))
+                lambda some: run_orders(FCFS, some), (cases[i::NUM_POOLS] for i in range(NUM_POOLS))
             ):
                 runs[FCFS] += part
         options.progress(f"{num_tensors} tensors, {num_orders} orders: first-come-first-serve done")

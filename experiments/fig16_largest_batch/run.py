@@ -19,8 +19,8 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from coarse.bench.control_group import ControlGroup
-from coarse.bench.worker_pool import BenchError
+from coarse.bench.harness.commands import BenchError
+from coarse.bench.harness.control_group import ControlGroup
 from coarse.profiler.figures import COLOURS
 from coarse.profiler.profile import MEASURED
 from experiments.common import FOLDER, Experiment, Finding, Options, Outcome, main

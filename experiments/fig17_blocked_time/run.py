@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from matplotlib.figure import Figure
 
-from coarse.bench.replay import ReplayPlan, ReplayResult, run_replay
-from coarse.bench.trace import load_trace
+from coarse.bench.replay.driver import ReplayPlan, ReplayResult, run_replay
+from coarse.bench.replay.trace import load_trace
 from coarse.machine.partition_table import PartitionTable
 from coarse.profiler.figures import COLOURS, HATCHES
 from coarse.profiler.profile import EMULATED

@@ -9,10 +9,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from statistics import median
 from typing import Any
 
-from coarse.bench.process_pool import ProcessPool, Seat
+import numpy as np
+
+from coarse.bench.harness.rendezvous import SessionCommands
+from coarse.bench.harness.worker_pool import WorkerPool
 from coarse.client.tensor_group import TensorGroup
 from coarse.machine.partition_table import PartitionTable
 from coarse.profiler.curve import Curve, CurvePoint
@@ -66,39 +68,43 @@ class Timings:
 def time_own_path(machine: str, *, repeats: int, time_dilation: float = TIME_DILATION) -> Timings:
     """Times the direct all-reduce of a machine's workers for every algorithm and size, one tensor at a time."""
     settings = {"machine": machine, "partition_table": machine, "time_dilation": time_dilation}
+    settings |= {"dual_sync": "off", "shard_bytes": _WHOLE_TENSORS}
     num_workers = PartitionTable.load(machine).num_workers
-    with ProcessPool(num_workers, _work) as crew:
-        answers = crew.ask((settings, repeats))
+    with WorkerPool("switch-over", OwnPathCommands, num_workers, settings) as pool:
+        seconds = np.array(pool.ask("measure", repeats=repeats)) / time_dilation
     # The last worker to push waited for no other: the shortest time of all workers is the links' time.
-    fastest = {
-        key: median(map(min, zip(*(answer[key] for answer in answers), strict=True))) for key in answers[0]
-    }
+    fastest_us = np.median(seconds.min(axis=0), axis=0) * 1e6
     curves = {
-        way: Curve(points=tuple(CurvePoint(nbytes=n, time_us=fastest[way, n] * 1e6) for n in SIZES))
-        for way in WAYS
+        way: Curve(
+            points=tuple(CurvePoint(nbytes=n, time_us=us) for n, us in zip(SIZES, of_way, strict=True))
+        )
+        for way, of_way in zip(WAYS, fastest_us.tolist(), strict=True)
     }
     return Timings(machine=machine, num_workers=num_workers, curves=curves)
 
 
-def _work(seat: Seat) -> None:
-    """A worker: receives settings and repeats, returns seconds of the machine by algorithm and size."""
-    settings, repeats = seat.hear()
-    specs = [TensorSpec(name=format_size(n), dtype="float32", num_elements=n // 4, op="mean") for n in SIZES]
-    seconds: dict[tuple[str, int], list[float]] = {(way, n): [] for way in WAYS for n in SIZES}
-    with seat.join("session", dual_sync="off", shard_bytes=_WHOLE_TENSORS, **settings) as session:
-        group = session.register("tensors", specs)
+class OwnPathCommands(SessionCommands):
+    """The commands of a worker that times the direct all-reduce."""
+
+    def measure(self, repeats: int) -> list[list[list[float]]]:
+        """Seconds of the host: of each repeat by algorithm and size."""
+        specs = [
+            TensorSpec(name=format_size(n), dtype="float32", num_elements=n // 4, op="mean") for n in SIZES
+        ]
+        group = self.session.register("tensors", specs)
         assert isinstance(group, TensorGroup)  # the job has several workers
-        for _ in range(repeats):
-            for way in WAYS:
-                group.use_own_path(dict.fromkeys(range(len(specs)), way))
-                for tensor, nbytes in enumerate(SIZES):
-                    session.barrier()
-                    begin = time.perf_counter()
-                    group.push(tensor)
-                    group.pull(tensor)
-                    seconds[way, nbytes].append((time.perf_counter() - begin) / settings["time_dilation"])
-    seat.tell(seconds)
-    seat.hear()
+        return [[self._time_sizes(group, way) for way in WAYS] for _ in range(repeats)]
+
+    def _time_sizes(self, group: TensorGroup, way: str) -> list[float]:
+        group.use_own_path(dict.fromkeys(range(len(SIZES)), way))
+        seconds = []
+        for tensor in range(len(SIZES)):
+            self.session.barrier()
+            begin = time.perf_counter()
+            group.push(tensor)
+            group.pull(tensor)
+            seconds.append(time.perf_counter() - begin)
+        return seconds
 
 
 # ---- what comes out ----

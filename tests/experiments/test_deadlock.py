@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from coarse.bench.process_pool import ProcessPool, ProcessPoolError
 from experiments.expectation import HIGHER, LOWER, WITHIN
 from experiments.fig10_deadlock import run as fig10
 
@@ -51,27 +50,3 @@ def test_a_deadlock_too_few_or_too_many_is_not_what_the_paper_says():
     assert verdicts([fine, same], [fine, same]) == [[LOWER, WITHIN], [WITHIN, WITHIN]]
     assert verdicts([stuck, same_stuck], [fine, same]) == [[WITHIN, HIGHER], [WITHIN, WITHIN]]
     assert verdicts([stuck, same], [stuck, same_stuck]) == [[WITHIN, WITHIN], [HIGHER, HIGHER]]
-
-
-# ---- crews ----
-
-
-def fail(seat):
-    seat.tell(seat.rank)
-    raise ValueError(f"worker {seat.rank} does not want to")
-
-
-def test_a_failed_worker_is_an_error_with_its_traceback():
-    with ProcessPool(2, fail) as crew:
-        assert crew.hear() == [0, 1]
-        with pytest.raises(ProcessPoolError, match="worker 0 does not want to"):
-            crew.hear()
-
-
-def test_silence_has_a_limit():
-    with ProcessPool(1, wait) as crew, pytest.raises(TimeoutError, match="worker 0 has said nothing"):
-        crew.hear(limit_s=0.01)
-
-
-def wait(seat):
-    seat.hear()

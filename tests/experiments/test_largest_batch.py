@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coarse.bench.control_group import ControlGroup
+from coarse.bench.harness.control_group import ControlGroup
 from experiments.fig16_largest_batch.run import Trial, largest
 
 MIB = 1 << 20

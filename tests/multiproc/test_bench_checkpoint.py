@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from coarse.bench.checkpoint import SYSTEMS, SavePlan, run_checkpoint
-from coarse.bench.systems import missing
-from coarse.bench.worker_pool import BenchError, WorkerPool
+from coarse.bench.checkpoint.driver import SYSTEMS, SavePlan, run_checkpoint
+from coarse.bench.harness.commands import BenchError
+from coarse.bench.harness.launchers import missing
+from coarse.bench.harness.worker_pool import WorkerPool
 
 pytest.importorskip("torch")
 pytest.importorskip("crc32c")

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from coarse.bench.replay import SCHEMES, ReplayPlan, run_replay
-from coarse.bench.trace import ComputeTrace, GradientEvent
+from coarse.bench.replay.driver import SCHEMES, ReplayPlan, run_replay
+from coarse.bench.replay.trace import ComputeTrace, GradientEvent
 from coarse.cli.main import main
 
 MIB = 1 << 20

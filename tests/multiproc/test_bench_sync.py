@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from coarse.bench.sync import SyncPlan, num_progress_steps, run_sync
-from coarse.bench.systems import missing
+from coarse.bench.harness.launchers import missing
+from coarse.bench.sync.driver import SyncPlan, num_progress_steps, run_sync
 
 SIZES = (4096, 100_000)
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from coarse.bench import train
-from coarse.bench.control_group import NoControlGroupError
-from coarse.bench.state_memory import run_state_memory
-from coarse.bench.systems import missing
-from coarse.bench.train import FirstStep, TrainPlan, num_progress_steps, run_train
-from coarse.bench.worker_pool import BenchError
+from coarse.bench.harness.commands import BenchError
+from coarse.bench.harness.control_group import NoControlGroupError
+from coarse.bench.harness.launchers import missing
+from coarse.bench.memory import run_state_memory
+from coarse.bench.train_step import driver as train
+from coarse.bench.train_step.driver import FirstStep, TrainPlan, num_progress_steps, run_train
 
 pytest.importorskip("torch")
 

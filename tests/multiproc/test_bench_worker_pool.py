@@ -1,4 +1,4 @@
-"""Fleet: workers that die, fail or hang are named, with their output; nothing is left behind."""
+"""WorkerPool: workers that die, fail or hang are named, with their output; nothing is left behind."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from coarse.bench.adapter import WorkerJob
-from coarse.bench.worker_pool import BenchError, WorkerPool
+from coarse.bench.harness.commands import BenchError, WorkerJob, name_of
+from coarse.bench.harness.worker_pool import WorkerPool
+from coarse.bench.sync.systems import sync_commands
 from coarse.errors import SyncTimeoutError, WorkerLostError
 
 pytest.importorskip("torch")
@@ -34,7 +35,7 @@ def private_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path
 
 
 def workers_of(pool: WorkerPool) -> list[psutil.Process]:
-    return [each for each in pool.descendants() if "coarse.bench.worker" in each.cmdline()]
+    return [each for each in pool.descendants() if "coarse.bench.harness.worker_process" in each.cmdline()]
 
 
 def assert_gone(processes: list[psutil.Process]) -> None:
@@ -43,8 +44,7 @@ def assert_gone(processes: list[psutil.Process]) -> None:
 
 
 def test_workers_answer_in_rank_order_and_leave() -> None:
-    with WorkerPool("gloo", 3) as pool:
-        pool.start()
+    with WorkerPool("gloo", sync_commands, 3) as pool:
         workers = workers_of(pool)
         assert len(workers) == 3
         pool.ask("prepare", nbytes=4096, dtype="float32")
@@ -56,15 +56,13 @@ def test_workers_answer_in_rank_order_and_leave() -> None:
 
 
 def test_private_directory_is_entered_by_its_owner_only(private_directory: Path) -> None:
-    with WorkerPool("gloo", 1) as pool:
-        pool.start()
+    with WorkerPool("gloo", sync_commands, 1):
         (directory,) = private_directory.iterdir()
         assert directory.stat().st_mode & 0o777 == 0o700
 
 
 def test_killed_worker_is_named_with_its_signal_and_the_others_are_ended() -> None:
-    with WorkerPool("gloo", 2) as pool:
-        pool.start()
+    with WorkerPool("gloo", sync_commands, 2) as pool:
         workers = workers_of(pool)
         pool.ask("prepare", nbytes=4096, dtype="float32")
         threading.Timer(0.3, workers[1].kill).start()
@@ -74,21 +72,29 @@ def test_killed_worker_is_named_with_its_signal_and_the_others_are_ended() -> No
 
 
 def test_error_of_a_worker_comes_with_its_traceback() -> None:
-    with WorkerPool("gloo", 2) as pool:
-        pool.start()
-        with pytest.raises(BenchError, match="prepare comes first") as caught:
-            pool.ask("verify")
+    with (
+        WorkerPool("gloo", sync_commands, 2) as pool,
+        pytest.raises(BenchError, match=r"verify failed on worker \d: .*prepare comes first") as caught,
+    ):
+        pool.ask("verify")
     assert "Traceback" in str(caught.value)
 
 
+def test_a_worker_executes_its_commands_alone() -> None:
+    with WorkerPool("gloo", sync_commands, 1) as pool:
+        for name in ("fly", "_tensor", "__class__"):
+            with pytest.raises(BenchError, match=f"SyncCommands has no command '{name}'"):
+                pool.ask(name)
+
+
 def test_worker_that_cannot_start_says_why() -> None:
-    with WorkerPool("no-such-system", 1) as pool, pytest.raises(BenchError, match="unknown system"):
-        pool.start()
+    pool = WorkerPool("no-such-system", sync_commands, 1)
+    with pytest.raises(BenchError, match=r"start failed on a worker: .*unknown system"):
+        pool.__enter__()
 
 
 def test_worker_that_does_not_answer_is_named() -> None:
-    with WorkerPool("gloo", 2) as pool:
-        pool.start()
+    with WorkerPool("gloo", sync_commands, 2) as pool:
         (stopped, _) = workers = sorted(workers_of(pool), key=lambda worker: worker.pid)
         stopped.suspend()
         with pytest.raises(SyncTimeoutError, match=r"no answer of workers \[0(, 1)?\]"):
@@ -102,11 +108,11 @@ def test_worker_that_does_not_answer_is_named() -> None:
 def test_workers_end_with_their_driver(how: signal.Signals, private_directory: Path) -> None:
     code = (
         "import signal, sys, tempfile\n"
-        "from coarse.bench.worker_pool import WorkerPool\n"
+        "from coarse.bench.harness.worker_pool import WorkerPool\n"
+        "from coarse.bench.sync.systems import sync_commands\n"
         "from coarse.cli.main import told_to_end_as_by_ctrl_c\n"
         "tempfile.tempdir = sys.argv[1]\n"
-        "with told_to_end_as_by_ctrl_c(), WorkerPool('gloo', 2) as pool:\n"
-        "    pool.start()\n"
+        "with told_to_end_as_by_ctrl_c(), WorkerPool('gloo', sync_commands, 2) as pool:\n"
         "    print(*(each.pid for each in pool.descendants()), flush=True)\n"
         "    signal.pause()\n"
     )
@@ -125,13 +131,15 @@ def test_a_worker_that_is_being_set_up_ends_with_its_driver(private_directory: P
     """The worker would otherwise wait for a second one."""
     directory = private_directory / "job"
     directory.mkdir()
-    job = WorkerJob(rank=0, num_workers=2, directory=directory, options={})
+    job = WorkerJob(system="gloo", rank=0, num_workers=2, directory=directory, options={})
     path = os.fspath(private_directory / "socket")
-    options = ["--system", "gloo", "--socket", path, "--job", job.to_json()]
+    options = ["--commands", name_of(sync_commands), "--socket", path, "--job", job.to_json()]
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(path)
         listener.listen(1)
-        with subprocess.Popen([sys.executable, "-m", "coarse.bench.worker", *options]) as worker:
+        with subprocess.Popen(
+            [sys.executable, "-m", "coarse.bench.harness.worker_process", *options]
+        ) as worker:
             try:
                 listener.accept()[0].close()
                 assert worker.wait(timeout=20) == 1

@@ -12,7 +12,7 @@ import pytest
 from attempts import best_of
 from test_sync import floats, sync
 
-from coarse.bench.trace import compute_until
+from coarse.bench.replay.trace import compute_until
 from coarse.profiler.profile import BOTH, ContradictoryFiguresError, PathId
 from coarse.tuning import replanner
 from coarse.tuning.first_steps import TIMED_STEPS

@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from coarse.bench import control_group
-from coarse.bench.control_group import ControlGroup, NoControlGroupError
-from coarse.bench.memory import JobMemory
-from coarse.bench.state_memory import smallest_limit
+from coarse.bench.harness import control_group
+from coarse.bench.harness.control_group import ControlGroup, NoControlGroupError
+from coarse.bench.harness.job_memory import JobMemory
+from coarse.bench.memory import smallest_limit
 
 GRANDCHILD = (
     "import os, sys; block = b'x' * (48 << 20); fd = os.memfd_create('untouched'); "

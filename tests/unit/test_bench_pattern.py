@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from coarse.bench import pattern
+from coarse.bench.sync import pattern
 
 NUM_ELEMENTS = 600_000  # more than two blocks, and no multiple of one
 

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
-from coarse.bench import state_memory, sync, train
+from coarse.bench import memory
+from coarse.bench.harness.commands import BenchError
 from coarse.bench.models import MODELS, NUM_PARAMETERS, build_workload
-from coarse.bench.sync import SyncPlan, run_sync
-from coarse.bench.train import TrainPlan, run_train
-from coarse.bench.training import gpu_of_worker
-from coarse.bench.worker_pool import BenchError
+from coarse.bench.sync import driver as sync
+from coarse.bench.sync.driver import SyncPlan, run_sync
+from coarse.bench.train_step import driver as train
+from coarse.bench.train_step.driver import TrainPlan, run_train
+from coarse.bench.train_step.systems import gpu_of_worker
 from coarse.cli import bench
 
 SYNC: dict[str, Any] = {"systems": ("gloo",), "num_workers": 2, "sizes": (4096,)}
@@ -134,9 +136,9 @@ def test_a_single_process_has_nowhere_to_offload_to(capsys: pytest.CaptureFixtur
 def test_names_of_the_command_line_are_those_of_the_benchmarks() -> None:
     assert bench._SYNC_PEERS == sync.PEERS
     assert bench._TRAIN_PEERS == train.PEERS
-    assert bench._MEMORY_PEERS == state_memory.PEERS
+    assert bench._MEMORY_PEERS == memory.PEERS
     assert tuple(MODELS) == bench._MODELS
-    assert {*bench._MODELS_OF_SIZE} < {*MODELS} - {state_memory.BASELINE_MODEL}
+    assert {*bench._MODELS_OF_SIZE} < {*MODELS} - {memory.BASELINE_MODEL}
 
 
 def test_command_line_parser_imports_no_extra() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coarse.bench.models import NUM_PARAMETERS
-from coarse.bench.trace import ComputeTrace, GradientEvent, load_trace, record_trace
+from coarse.bench.replay.trace import ComputeTrace, GradientEvent, load_trace, record_trace
 
 fractions = st.floats(0, 1)
 

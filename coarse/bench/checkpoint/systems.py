@@ -8,11 +8,12 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from coarse.bench.adapter import Adapter, WorkerJob
-from coarse.bench.training import TrainAdapter, offload_optimizer, wrap_coarse, wrap_ddp
+from coarse.bench.harness.commands import Commands, MakeCommands, WorkerJob, commands_of
+from coarse.bench.train_step.systems import TrainCommands, offload_optimizer, wrap_coarse, wrap_ddp
 
 _FIRST_STEPS = 3
 _WAIT_S = 120.0
@@ -37,33 +38,26 @@ class Saves(Protocol):
         """Ends background work."""
 
 
-class CheckpointAdapter(TrainAdapter):
+class CheckpointCommands(TrainCommands):
     """The commands of `coarse bench checkpoint` for one system.
 
     Args:
-        job: Its options are those of TrainAdapter, and `folder`, which only this system uses.
-        wrap: As for TrainAdapter.
-        offload: As for TrainAdapter.
-        saves: Creates the method of saving from folder, module, wrapped model, optimizer and rank.
+        job: Its options are those of TrainCommands, and `folder`, which only this system uses.
+        wrap: As for TrainCommands.
+        saves: Creates the method of saving from folder, wrapped model, optimizer and rank.
+        offload: As for TrainCommands.
     """
-
-    commands = frozenset({"first_step", "run", "save", "check"})
 
     def __init__(
         self,
         job: WorkerJob,
         wrap: Callable[[WorkerJob], Callable[[Any], Any]],
-        offload: Callable[[Any, Any], Any],
         saves: Callable[[Path, Any, Any, int], Saves],
+        offload: Callable[[Any, Any], Any] = lambda optimizer, _: optimizer,
     ) -> None:
         super().__init__(job, wrap, offload)
         self._make_saves = saves
-        self._rank = 0
         self._saves: Saves | None = None
-
-    def setup(self) -> int:
-        self._rank = super().setup()
-        return self._rank
 
     def save(self, saves: int, every: int) -> dict[str, list[float]]:
         """Trains in a plain loop that saves after every `every` steps, and for `every` steps after the last save.
@@ -80,7 +74,7 @@ class CheckpointAdapter(TrainAdapter):
         seconds: dict[str, list[float]] = {"step": [], "stop": [], "to_disk": []}
         folder = Path(self._job.options["folder"])
         # Created within the loop, because its setup may continue in the background.
-        self._saves = self._make_saves(folder, self._model, self._optimizer, self._rank)
+        self._saves = self._make_saves(folder, self._model, self._optimizer, self._job.rank)
         for step in range(1, every * (saves + 1) + 1):
             began_s = time.perf_counter()
             self._timed_step()
@@ -267,16 +261,17 @@ class DcpSaves:
         self._has_ended.set()
 
 
-def _on_workers(optimizer: Any, model: Any) -> Any:
-    return optimizer
-
-
-SAVE_SYSTEMS: dict[str, Callable[[WorkerJob], Adapter]] = {
-    "save-coarse": lambda job: CheckpointAdapter(
-        job, wrap_coarse, offload_optimizer(overlap=False), CoarseSaves
+_SYSTEMS: dict[str, MakeCommands] = {
+    "coarse": partial(
+        CheckpointCommands, wrap=wrap_coarse, saves=CoarseSaves, offload=offload_optimizer(overlap=False)
     ),
-    "save-coarse-workers": lambda job: CheckpointAdapter(job, wrap_coarse, _on_workers, CoarseSaves),
-    "save-torch": lambda job: CheckpointAdapter(job, wrap_ddp, _on_workers, TorchSaves),
-    "save-dcp": lambda job: CheckpointAdapter(job, wrap_ddp, _on_workers, DcpSaves),
+    "coarse-workers": partial(CheckpointCommands, wrap=wrap_coarse, saves=CoarseSaves),
+    "torch": partial(CheckpointCommands, wrap=wrap_ddp, saves=TorchSaves),
+    "dcp": partial(CheckpointCommands, wrap=wrap_ddp, saves=DcpSaves),
 }
-"""Adapter of each system; the prefix distinguishes them from the systems of other benchmarks."""
+"""Commands of each system, by its name on the command line."""
+
+
+def checkpoint_commands(job: WorkerJob) -> Commands:
+    """The commands of one system, in its worker process."""
+    return commands_of(job, _SYSTEMS)

@@ -1,7 +1,7 @@
 """Compute traces: when each gradient of a model's backward pass is ready, to replay computation.
 
 A trace has only a training step's durations per layer and its tensors' sizes. Replaying it needs no processor, so
-that the step of an eight-GPU machine runs on two cores, through the real runtime (coarse.bench.replay).
+that the step of an eight-GPU machine runs on two cores, through the real runtime (coarse.bench.replay.driver).
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def load_trace(model: str) -> ComputeTrace:
     Raises:
         ValueError: If there is none; names the available ones.
     """
-    directory = files("coarse.bench") / "traces"
+    directory = files("coarse.bench.replay") / "traces"
     known = sorted(
         each.name.removesuffix(".json") for each in directory.iterdir() if each.name.endswith(".json")
     )

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from coarse.bench.record import Machine, Provenance, SyncRecord, append_records
-from coarse.bench.statistics import Timing
+from coarse.bench.provenance import Machine, Provenance, append_records
+from coarse.bench.sync.driver import SyncRecord
+from coarse.bench.timing import Timing
 
 HERE = Provenance(commit="abc123", machine=Machine(cpu="Some CPU", cores=2, memory_bytes=24 * 2**30))
 RECORD = SyncRecord(

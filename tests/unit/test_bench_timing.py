@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coarse.bench.statistics import Timing, iterations_within, slowest_worker
+from coarse.bench.timing import Timing, iterations_within, slowest_worker
 
 
 def test_iteration_lasts_as_long_as_on_its_slowest_worker() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from coarse.bench.record import Machine, SyncRecord
-from coarse.bench.report import (
+from coarse.bench.memory import StateMemory
+from coarse.bench.provenance import Machine
+from coarse.bench.sync.driver import SyncRecord, format_bytes
+from coarse.bench.tables import (
     bandwidth_table,
     heading,
     latency_table,
@@ -13,10 +15,8 @@ from coarse.bench.report import (
     single_table,
     train_table,
 )
-from coarse.bench.state_memory import StateMemory
-from coarse.bench.statistics import Timing
-from coarse.bench.sync import format_bytes
-from coarse.bench.train import Comparison, FirstStep, TrainPlan, TrainResult
+from coarse.bench.timing import Timing
+from coarse.bench.train_step.driver import Comparison, FirstStep, TrainPlan, TrainResult
 
 
 def timing(p50_us: float) -> Timing:

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 
-from coarse.bench.memory import available_bytes
-from coarse.bench.record import SyncRecord
-from coarse.bench.statistics import Timing, iterations_within, slowest_worker
-from coarse.bench.worker_pool import BenchError, WorkerPool
+from coarse.bench.harness.job_memory import require_memory
+from coarse.bench.harness.worker_pool import Progress, WorkerPool
+from coarse.bench.sync.systems import LIMIT, sync_commands
+from coarse.bench.timing import Timing, iterations_within, slowest_worker
 from coarse.machine.memory_name import parse_memory_devices
 from coarse.settings import Settings
 
 PEERS = ("gloo", "mpich", "openmpi", "impi", "ucc", "horovod")
 COARSE_SYSTEMS = ("coarse", "coarse-unregistered")
-LIMIT = "limit"
 DTYPES = ("float32", "float64", "int32", "int64")
 
 # Horovod's background threads communicate every millisecond, which uses up to half a core of an idle worker. So it
@@ -73,8 +73,36 @@ class SyncPlan:
                 raise ValueError(f"size {nbytes} B is no positive multiple of {item_bytes} B ({self.dtype})")
 
 
-Progress = Callable[[str], None]
-"""Called with a description before each turn."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncRecord:
+    """One cell of `coarse bench sync`: a system at a tensor size.
+
+    Args:
+        nbytes: Size of one worker's tensor.
+    """
+
+    system: str
+    num_workers: int
+    nbytes: int
+    dtype: str
+    timing: Timing
+
+    @property
+    def algbw_gbytes_per_s(self) -> float:
+        """Bytes of one worker's tensor divided by the median time of the slowest worker."""
+        return self.timing.algbw_gbytes_per_s(self.nbytes)
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields of a record line, without provenance."""
+        return {
+            "bench": "sync",
+            "system": self.system,
+            "num_workers": self.num_workers,
+            "bytes": self.nbytes,
+            "dtype": self.dtype,
+            **asdict(self.timing),
+            "algbw_gbytes_per_s": self.algbw_gbytes_per_s,
+        }
 
 
 def run_sync(plan: SyncPlan, progress: Progress = lambda _: None) -> list[SyncRecord]:
@@ -89,7 +117,6 @@ def run_sync(plan: SyncPlan, progress: Progress = lambda _: None) -> list[SyncRe
         for system in (each for each in plan.systems if each not in _BUSY_WHEN_IDLE):
             progress(f"starting {system}")
             pools[system] = stack.enter_context(_pool(plan, system))
-            pools[system].start()
         records = []
         for nbytes in plan.sizes:
             records += _measure_size(plan, pools, nbytes, progress)
@@ -103,23 +130,19 @@ def num_progress_steps(plan: SyncPlan) -> int:
 
 
 def _check_memory(plan: SyncPlan) -> None:
-    needed = max(plan.sizes) * plan.num_workers * _COPIES_PER_WORKER
-    available = available_bytes()
-    if needed > available:
-        raise BenchError(
-            f"{plan.num_workers} workers with tensors of {format_bytes(max(plan.sizes))} may need "
-            f"{needed / 2**30:.1f} GiB, {available / 2**30:.1f} GiB are available. Choose smaller --sizes."
-        )
+    require_memory(
+        max(plan.sizes) * plan.num_workers * _COPIES_PER_WORKER,
+        f"{plan.num_workers} workers with tensors of {format_bytes(max(plan.sizes))} may need",
+        "Choose smaller --sizes.",
+    )
 
 
 def _pool(plan: SyncPlan, system: str) -> WorkerPool:
     if system == LIMIT:
-        return WorkerPool(system, 1, {"num_workers": plan.num_workers})
-    if system not in COARSE_SYSTEMS:
-        return WorkerPool(system, plan.num_workers)
+        return WorkerPool(system, sync_commands, 1, {"num_workers": plan.num_workers})
     chosen = {"algorithm": plan.algorithm, "memory_devices": plan.memory_devices}
-    options = {name: value for name, value in chosen.items() if value}
-    return WorkerPool(system, plan.num_workers, options)
+    options = {name: value for name, value in chosen.items() if value and system in COARSE_SYSTEMS}
+    return WorkerPool(system, sync_commands, plan.num_workers, options)
 
 
 def _measure_size(
@@ -129,11 +152,7 @@ def _measure_size(
     for round_index in range(plan.rounds):
         for system in plan.systems:
             progress(f"{format_bytes(nbytes)}  {system}  round {round_index + 1} of {plan.rounds}")
-            if system in pools:
-                seconds[system] += _take_turn(plan, pools[system], nbytes)
-                continue
-            with _pool(plan, system) as pool:
-                pool.start()
+            with contextlib.nullcontext(pools[system]) if system in pools else _pool(plan, system) as pool:
                 seconds[system] += _take_turn(plan, pool, nbytes)
     return [
         SyncRecord(

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from coarse.bench.checkpoint import SavePlan, SaveResult
-from coarse.bench.record import MEASURED, Machine, SyncRecord
-from coarse.bench.replay import ALL_REDUCES, SCHEMES, ReplayResult
-from coarse.bench.state_memory import REFERENCES, STEPS, StateMemory
-from coarse.bench.sync import LIMIT, PEERS, format_bytes
-from coarse.bench.train import Comparison, FirstStep, TrainPlan, TrainResult
-from coarse.bench.training import CPU
+from coarse.bench.checkpoint.driver import SaveResult
+from coarse.bench.memory import REFERENCES, STEPS, StateMemory
+from coarse.bench.provenance import MEASURED, Machine
+from coarse.bench.replay.driver import ALL_REDUCES, SCHEMES, ReplayResult
+from coarse.bench.sync.driver import PEERS, SyncRecord, format_bytes
+from coarse.bench.sync.systems import LIMIT
+from coarse.bench.train_step.driver import Comparison, FirstStep, TrainResult
+from coarse.bench.train_step.systems import CPU, TrainingJob
 
 _LATENCY_BYTES = 64 << 10
 _DASH = "-"
@@ -216,12 +217,12 @@ def single_table(comparison: Comparison) -> TextTable:
     )
 
 
-def describe_train(plan: TrainPlan | SavePlan) -> str:
+def describe_train(plan: TrainingJob) -> str:
     """The settings of a run, in one line."""
     sequence = f", sequence {plan.sequence}" if plan.model.startswith("bert") else ""
     workers = f"{plan.num_workers} worker" + ("s" if plan.num_workers > 1 else "")
     threads = f"{plan.threads} thread" + ("s" if plan.threads > 1 else "")
-    device = f" on {plan.device}" if isinstance(plan, TrainPlan) and plan.device != CPU else ""
+    device = f" on {plan.device}" if plan.device != CPU else ""
     return (
         f"{plan.model}, batch {plan.batch}{sequence}, {workers} of {threads}{device}, {plan.optimizer} fused"
     )

@@ -7,10 +7,10 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from coarse.bench.adapter import WorkerJob
+from coarse.bench.harness.commands import MakeCommands, WorkerJob, name_of
 from coarse.env import process_environment
 
 RANK_FROM_LAUNCHER = -1
@@ -55,65 +55,62 @@ def missing(system: str) -> str | None:
     return f"{system}: not installed, skipped. To get it: {hint}"
 
 
-def launch(system: str, job: WorkerJob, socket_path: str) -> Launch:
-    """Returns the commands that start the workers of `system`; sets `job.rank`.
+def launch(job: WorkerJob, make_commands: MakeCommands, socket_path: str) -> Launch:
+    """Returns the commands that start the workers of `job.system`, and sets their ranks.
 
     Raises:
         FileNotFoundError: If its launcher is missing; call missing() first.
     """
-    if system in _LAUNCHERS:
-        return _LAUNCHERS[system](system, job, socket_path)
+    module = ("-m", "coarse.bench.harness.worker_process", "--commands", name_of(make_commands))
+    command = (sys.executable, *module, "--socket", socket_path, "--job")
+    if job.system in _LAUNCHERS:
+        return _LAUNCHERS[job.system](job, (*command, job.to_json()))
     ranks = range(job.num_workers)
     return Launch(
-        commands=tuple(_worker_command(system, job, socket_path, rank) for rank in ranks),
+        commands=tuple((*command, replace(job, rank=rank).to_json()) for rank in ranks),
         environment={"GLOO_SOCKET_IFNAME": process_environment().get("GLOO_SOCKET_IFNAME", "lo")},
     )
 
 
-def _launch_mpich(system: str, job: WorkerJob, socket_path: str) -> Launch:
+def _launch_mpich(job: WorkerJob, worker: tuple[str, ...]) -> Launch:
     prefix = (_required(_mpich_launcher(), "mpiexec.hydra"), "-n", str(job.num_workers))
     return Launch(
-        commands=((*prefix, *_worker_command(system, job, socket_path, RANK_FROM_LAUNCHER)),),
+        commands=((*prefix, *worker),),
         environment={"MPI4PY_LIBMPI": _mpich_library()},
     )
 
 
-def _launch_openmpi(system: str, job: WorkerJob, socket_path: str) -> Launch:
+def _launch_openmpi(job: WorkerJob, worker: tuple[str, ...]) -> Launch:
     # Containers often run as root with more workers than cores; the options do not affect two workers on two cores.
     prefix = (
         _required(_openmpi_launcher(), "mpirun.openmpi"),
         *("--allow-run-as-root", "--oversubscribe", "-n", str(job.num_workers)),
     )
     return Launch(
-        commands=((*prefix, *_worker_command(system, job, socket_path, RANK_FROM_LAUNCHER)),),
+        commands=((*prefix, *worker),),
         environment={"MPI4PY_LIBMPI": "libmpi.so.40", "TMPDIR": os.fspath(job.directory)},
     )
 
 
-def _launch_impi(system: str, job: WorkerJob, socket_path: str) -> Launch:
+def _launch_impi(job: WorkerJob, worker: tuple[str, ...]) -> Launch:
     root = intel_mpi_root()
     launcher = _required(None if root is None else os.fspath(root / "bin" / "mpiexec.hydra"), "mpiexec.hydra")
     library = os.fspath(Path(launcher).parents[1] / "lib" / "libmpi.so.12")
     return Launch(
-        commands=(
-            (
-                *(launcher, "-n", str(job.num_workers)),
-                *_worker_command(system, job, socket_path, RANK_FROM_LAUNCHER),
-            ),
-        ),
+        commands=((launcher, "-n", str(job.num_workers), *worker),),
         # Only shared memory is its fastest path within a node. `fork` makes it ignore Slurm or ssh around this job.
         environment={"MPI4PY_LIBMPI": library, "I_MPI_FABRICS": "shm", "I_MPI_HYDRA_BOOTSTRAP": "fork"},
     )
 
 
-def _launch_horovod(system: str, job: WorkerJob, socket_path: str) -> Launch:
+def _launch_horovod(job: WorkerJob, worker: tuple[str, ...]) -> Launch:
     prefix = (
         _required(find_program("horovodrun"), "horovodrun"),
         *("--gloo", "--network-interfaces", "lo", "-np", str(job.num_workers)),
         *("-H", f"localhost:{job.num_workers}"),
     )
     return Launch(
-        commands=((*prefix, *_worker_command(system, job, socket_path, RANK_FROM_LAUNCHER)),),
+        commands=((*prefix, *worker),),
         environment={},
     )
 
@@ -130,12 +127,6 @@ def find_program(name: str) -> str | None:
     """Path of a program in this Python environment, otherwise in PATH; None if it is in neither."""
     beside = Path(sys.executable).parent / name
     return os.fspath(beside) if beside.exists() else shutil.which(name)
-
-
-def _worker_command(system: str, job: WorkerJob, socket_path: str, rank: int) -> tuple[str, ...]:
-    ranked = WorkerJob(rank=rank, num_workers=job.num_workers, directory=job.directory, options=job.options)
-    module = (sys.executable, "-m", "coarse.bench.worker")
-    return (*module, "--system", system, "--socket", socket_path, "--job", ranked.to_json())
 
 
 def _importable(module: str) -> bool:

@@ -1,14 +1,41 @@
-"""Computes a benchmark's figures from the raw seconds of every worker."""
+"""Times calls, and computes a benchmark's figures from the raw seconds of every worker."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 _MICROSECONDS = 1e6
+
+
+@contextlib.contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Collects garbage before the context, and none within it."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def timed(action: Callable[[], object], iterations: int) -> list[float]:
+    """Returns the seconds of each call of `action`, after one uncounted call, without garbage collection."""
+    clock = time.perf_counter
+    seconds = [0.0] * iterations
+    with no_garbage_collection():
+        action()  # synchronises workers, which received the command at different times
+        for index in range(iterations):
+            started = clock()
+            action()
+            seconds[index] = clock() - started
+    return seconds
 
 
 def slowest_worker(seconds_by_worker: Sequence[Sequence[float]]) -> NDArray[np.float64]:

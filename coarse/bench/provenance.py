@@ -1,4 +1,4 @@
-"""Records of benchmarks: one JSON object a line, each with commit, machine and kind."""
+"""Where figures come from: commit, machine and kind, in every line of a benchmark's JSON records."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import coarse
-from coarse.bench.statistics import Timing
 from coarse.env import process_environment
 from coarse.machine.host import count_granted_cores, read_memory
 
@@ -57,38 +56,6 @@ class Provenance:
     def here(cls) -> Provenance:
         """The code and the machine of this process."""
         return cls(commit=_commit(), machine=Machine.here())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SyncRecord:
-    """One cell of `coarse bench sync`: a system at a tensor size.
-
-    Args:
-        nbytes: Size of one worker's tensor.
-    """
-
-    system: str
-    num_workers: int
-    nbytes: int
-    dtype: str
-    timing: Timing
-
-    @property
-    def algbw_gbytes_per_s(self) -> float:
-        """Bytes of one worker's tensor divided by the median time of the slowest worker."""
-        return self.timing.algbw_gbytes_per_s(self.nbytes)
-
-    def as_json(self) -> dict[str, Any]:
-        """The fields of a record line, without provenance."""
-        return {
-            "bench": "sync",
-            "system": self.system,
-            "num_workers": self.num_workers,
-            "bytes": self.nbytes,
-            "dtype": self.dtype,
-            **asdict(self.timing),
-            "algbw_gbytes_per_s": self.algbw_gbytes_per_s,
-        }
 
 
 def append_records(

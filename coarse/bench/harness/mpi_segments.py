@@ -1,4 +1,4 @@
-"""Removes files that communication libraries leave when their processes are killed."""
+"""Shared memory files that MPI libraries leave when their processes are killed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SHARED_MEMORY_ROOT = "/dev/shm/"
 _MPI_PREFIXES = ("mpich_shm_", "vader_segment.", "sm_segment.", "Intel_MPI", "ucx_shm_posix")
 
 
-def mpi_segments(pids: Iterable[int]) -> set[Path]:
+def mapped_by(pids: Iterable[int]) -> set[Path]:
     """Shared memory files of MPI libraries that the live processes `pids` have mapped."""
     found: set[Path] = set()
     for pid in pids:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from coarse.bench.control_group import ControlGroup
-from coarse.bench.memory import JobMemory, available_bytes
-from coarse.bench.models import MODELS, NUM_PARAMETERS
-from coarse.bench.statistics import Timing, iterations_within, slowest_worker
-from coarse.bench.training import CPU, LEARNING_RATE, OPTIMIZERS, PHASES, check_device
-from coarse.bench.worker_pool import BenchError, WorkerPool, time_for
+from coarse.bench.harness.commands import BenchError
+from coarse.bench.harness.control_group import ControlGroup
+from coarse.bench.harness.job_memory import JobMemory, available_bytes
+from coarse.bench.harness.worker_pool import START_TIMEOUT_S, Progress, WorkerPool, time_for
+from coarse.bench.timing import Timing, iterations_within, slowest_worker
+from coarse.bench.train_step.systems import CPU, LEARNING_RATE, PHASES, TrainingJob, train_commands
 
 PEERS = ("ddp", "ddp-tuned", "ddp-default", "none")
 DDPS = ("ddp", "ddp-tuned", "ddp-default")
@@ -25,54 +25,32 @@ _MIN_STEPS = 3
 _MAX_STEPS = 500
 _PROBE_STEPS = 3
 _MEMORY_STEPS = 3
-# Parameters, gradients, two moments, and communication buffers, of four bytes each.
-_BYTES_PER_PARAMETER = 5 * 4
-_PROCESS_BYTES = 300 << 20
+# Parameters, gradients, two moments, and communication buffers.
+_ELEMENTS_PER_PARAMETER = 5
 # For other memory use: the driver itself, and caches that must not be evicted while steps are timed.
 _MEMORY_MARGIN = 1.15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainPlan:
+class TrainPlan(TrainingJob):
     """The plan of one run.
 
     Args:
-        systems: Names, in the order of their turns.
-        sequence: Tokens in a sample; ignored by image models.
-        threads: Threads of each worker.
         steps: Timed steps in each round; 0 for as many as fit the budget.
         budget_s: Seconds of timed steps per system, over all rounds.
-        rounds: Turns of each system.
-        device: Device of the models: "cpu"; "cuda": each worker uses the GPU of its rank; "cuda:N": all use this GPU.
 
     Raises:
         ValueError: If a value is out of range.
     """
 
-    systems: tuple[str, ...]
-    model: str
-    batch: int
-    sequence: int
-    num_workers: int
-    threads: int
-    optimizer: str
     steps: int = 0
     budget_s: float = 20.0
     rounds: int = 4
-    device: str = CPU
 
     def __post_init__(self) -> None:
-        check_device(self.device)
-        if self.model not in MODELS:
-            raise ValueError(f"model {self.model!r} is none of {', '.join(MODELS)}")
-        if self.optimizer not in OPTIMIZERS:
-            raise ValueError(f"optimizer {self.optimizer!r} is none of {', '.join(OPTIMIZERS)}")
-        if min(self.batch, self.sequence, self.num_workers, self.threads, self.rounds) < 1:
-            raise ValueError("batch, sequence, workers, threads and rounds all start at 1")
-        if not self.systems or self.steps < 0 or self.budget_s <= 0:
-            raise ValueError(
-                "need at least one system, steps from 0 (as the budget allows), a budget above 0 s"
-            )
+        TrainingJob.__post_init__(self)
+        if self.steps < 0 or self.budget_s <= 0:
+            raise ValueError("need steps from 0 (as the budget allows), a budget above 0 s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,18 +142,13 @@ class Comparison:
             "bytes": first.parameter_bytes,
             **asdict(result.step),
             "algbw_gbytes_per_s": None,
-            "model": plan.model,
-            "batch": plan.batch,
-            "sequence": plan.sequence,
-            "threads": plan.threads,
-            "optimizer": plan.optimizer,
+            **plan.as_json(),
             **{f"{phase}_p50_us": result.phases[phase].p50_us for phase in PHASES if phase != "step"},
             "blocked_us": self.blocked_us(result),
             "blocked_percent_of_ddp": self.blocked_percent_of_ddp(result),
             "speedup_over_ddp": self.speedup_over_ddp(result),
             "peak_bytes": first.peak_bytes,
             "memory_counted_by": first.memory_counted_by,
-            "device": plan.device,
             "gpu": first.gpu,
             "backend": first.backend,
             "peak_gpu_bytes": first.peak_gpu_bytes,
@@ -183,10 +156,6 @@ class Comparison:
             "parameter_hashes": list(first.parameter_hashes),
             "side_by_side": self.side_by_side,
         }
-
-
-Progress = Callable[[str], None]
-"""Called with a description before each piece of work."""
 
 
 def run_train(plan: TrainPlan, progress: Progress = lambda _: None) -> Comparison:
@@ -197,16 +166,15 @@ def run_train(plan: TrainPlan, progress: Progress = lambda _: None) -> Compariso
     Raises:
         CoarseError: If memory does not suffice, a worker dies or answers too late, or parameters disagree.
     """
-    check_memory(plan)
+    plan.require_memory(_ELEMENTS_PER_PARAMETER, "train")
     first_steps = {system: _try_alone(plan, system, progress) for system in plan.systems}
     _verify(plan, first_steps)
     needed = _MEMORY_MARGIN * sum(first.peak_bytes for first in first_steps.values())
     # Systems that run at the same time on a GPU would share its memory, which was not checked.
     side_by_side = plan.device == CPU and needed <= available_bytes()
-    measure = _measure_side_by_side if side_by_side else _measure_one_by_one
     results = tuple(
         TrainResult(system=system, plan=plan, first_step=first_steps[system], phases=phases)
-        for system, phases in measure(plan, progress).items()
+        for system, phases in _measure(plan, progress, side_by_side=side_by_side).items()
     )
     return Comparison(results=results, side_by_side=side_by_side)
 
@@ -216,34 +184,29 @@ def num_progress_steps(plan: TrainPlan) -> int:
     return len(plan.systems) * (1 + plan.rounds)
 
 
-def check_memory(plan: TrainPlan) -> None:
-    """Refuses plans that cannot fit; memory of activations depends on the batch and is not included."""
-    each = NUM_PARAMETERS[plan.model] * _BYTES_PER_PARAMETER + _PROCESS_BYTES
-    needed, available = each * plan.num_workers, available_bytes()
-    if needed > available:
-        raise BenchError(
-            f"{plan.num_workers} workers that train {plan.model} need at least {needed / 2**30:.1f} GiB, "
-            f"{available / 2**30:.1f} GiB are available. Choose a smaller --model or fewer --workers."
-        )
-
-
-def _pool(plan: TrainPlan, system: str, group: ControlGroup | None = None) -> WorkerPool:
-    options = {
-        "model": plan.model,
-        "batch": plan.batch,
-        "sequence": plan.sequence,
-        "optimizer": plan.optimizer,
-        "threads": plan.threads,
-        "device": plan.device,
-    }
-    return WorkerPool(f"train-{system}", plan.num_workers, options, threads=plan.threads, group=group)
+def train_pool(
+    plan: TrainingJob,
+    system: str,
+    *,
+    group: ControlGroup | None = None,
+    start_timeout_s: float = START_TIMEOUT_S,
+) -> WorkerPool:
+    """The workers of a system; arguments as for WorkerPool."""
+    return WorkerPool(
+        system,
+        train_commands,
+        plan.num_workers,
+        plan.as_json(),
+        threads=plan.threads,
+        group=group,
+        start_timeout_s=start_timeout_s,
+    )
 
 
 def _try_alone(plan: TrainPlan, system: str, progress: Progress) -> FirstStep:
     """Takes the first steps of a system alone on the machine, and measures its memory."""
     progress(f"{system}  verifying")
-    with JobMemory() as memory, _pool(plan, system, memory.group) as pool:
-        pool.start()
+    with JobMemory() as memory, train_pool(plan, system, group=memory.group) as pool:
         answers = pool.ask("first_step")
         pool.ask("run", steps=_MEMORY_STEPS)
         gpu_memories = pool.ask("gpu_memory")
@@ -310,27 +273,20 @@ class _Times:
         return {phase: Timing.from_seconds(np.concatenate(turns)) for phase, turns in self._seconds.items()}
 
 
-def _measure_side_by_side(plan: TrainPlan, progress: Progress) -> dict[str, dict[str, Timing]]:
+def _measure(plan: TrainPlan, progress: Progress, *, side_by_side: bool) -> dict[str, dict[str, Timing]]:
+    """Phases of each system; without `side_by_side`, a system is started anew for each of its turns."""
     times = {system: _Times() for system in plan.systems}
     with contextlib.ExitStack() as stack:
-        pools = {system: stack.enter_context(_pool(plan, system)) for system in plan.systems}
-        for pool in pools.values():
-            pool.start()
+        running = {}
+        for system in plan.systems if side_by_side else ():
+            running[system] = stack.enter_context(train_pool(plan, system))
         for round_index in range(plan.rounds):
-            for system, pool in pools.items():
-                progress(f"{system}  round {round_index + 1} of {plan.rounds}")
-                times[system].add(_take_turn(plan, pool))
-    return {system: each.timings() for system, each in times.items()}
-
-
-def _measure_one_by_one(plan: TrainPlan, progress: Progress) -> dict[str, dict[str, Timing]]:
-    times = {system: _Times() for system in plan.systems}
-    for round_index in range(plan.rounds):
-        for system in plan.systems:
-            progress(f"{system}  round {round_index + 1} of {plan.rounds} (started anew)")
-            with _pool(plan, system) as pool:
-                pool.start()
-                times[system].add(_take_turn(plan, pool))
+            for system in plan.systems:
+                anew = "" if side_by_side else " (started anew)"
+                progress(f"{system}  round {round_index + 1} of {plan.rounds}{anew}")
+                turn = contextlib.nullcontext(running[system]) if side_by_side else train_pool(plan, system)
+                with turn as pool:
+                    times[system].add(_take_turn(plan, pool))
     return {system: each.timings() for system, each in times.items()}
 
 

@@ -7,60 +7,43 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from coarse.bench.memory import PeakMemory, available_bytes
-from coarse.bench.models import MODELS, NUM_PARAMETERS
-from coarse.bench.statistics import Timing, slowest_worker
-from coarse.bench.train import Progress
-from coarse.bench.training import OPTIMIZERS
-from coarse.bench.worker_pool import BenchError, WorkerPool, time_for
+from coarse.bench.checkpoint.systems import checkpoint_commands
+from coarse.bench.harness.commands import BenchError
+from coarse.bench.harness.job_memory import PeakMemory
+from coarse.bench.harness.worker_pool import Progress, WorkerPool, time_for
+from coarse.bench.timing import Timing, slowest_worker
+from coarse.bench.train_step.systems import TrainingJob
 from coarse.scratch import Scratch
 
 SYSTEMS = ("coarse", "coarse-workers", "torch", "dcp")
 
 _PHASES = ("stop", "to_disk", "step")
 _MEMORY_STEPS = 3
-# Parameters, gradients, two moments, communication buffers and a copy of the saved data, of four bytes each.
-_BYTES_PER_PARAMETER = 8 * 4
-_PROCESS_BYTES = 300 << 20
+# Parameters, gradients, two moments, communication buffers and a copy of the saved data.
+_ELEMENTS_PER_PARAMETER = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SavePlan:
+class SavePlan(TrainingJob):
     """The plan of one run.
 
     Args:
-        systems: Names in SYSTEMS, in the order of their turns.
         folder: Folder for checkpoints; "" for the system's temporary folder.
         saves: Saves in each round.
         every: Steps between two saves, and after the last one.
-        rounds: Turns of each system.
 
     Raises:
         ValueError: If a value is out of range.
     """
 
-    systems: tuple[str, ...]
-    model: str
-    batch: int
-    sequence: int
-    num_workers: int
-    threads: int
-    optimizer: str
     folder: str = ""
     saves: int = 2
     every: int = 40
-    rounds: int = 1
 
     def __post_init__(self) -> None:
-        if self.model not in MODELS:
-            raise ValueError(f"model {self.model!r} is none of {', '.join(MODELS)}")
-        if self.optimizer not in OPTIMIZERS:
-            raise ValueError(f"optimizer {self.optimizer!r} is none of {', '.join(OPTIMIZERS)}")
-        counts = (self.batch, self.sequence, self.threads, self.saves, self.every, self.rounds)
-        if min(counts) < 1 or self.num_workers < 2:
-            raise ValueError("batch, sequence, threads, saves, every and rounds start at 1, workers at 2")
-        if not self.systems:
-            raise ValueError("need at least one system")
+        TrainingJob.__post_init__(self)
+        if min(self.saves, self.every) < 1 or self.num_workers < 2:
+            raise ValueError("saves and every start at 1, workers at 2")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,11 +89,7 @@ class SaveResult:
             "bytes": self.saved_bytes,
             **asdict(self.stop),
             "algbw_gbytes_per_s": None,
-            "model": plan.model,
-            "batch": plan.batch,
-            "sequence": plan.sequence,
-            "threads": plan.threads,
-            "optimizer": plan.optimizer,
+            **plan.as_json(),
             **timings,
             "every": plan.every,
             "added_s_per_save": self.added_s,
@@ -154,7 +133,7 @@ def run_checkpoint(plan: SavePlan, progress: Progress = lambda _: None) -> tuple
     Raises:
         CoarseError: If memory does not suffice, a worker fails, or a checkpoint has wrong contents.
     """
-    _check_memory(plan)
+    plan.require_memory(_ELEMENTS_PER_PARAMETER, "train and save")
     measured = {system: _Measured() for system in plan.systems}
     for round_index in range(plan.rounds):
         for system in plan.systems:
@@ -168,29 +147,12 @@ def num_progress_steps(plan: SavePlan) -> int:
     return len(plan.systems) * plan.rounds
 
 
-def _check_memory(plan: SavePlan) -> None:
-    needed = (NUM_PARAMETERS[plan.model] * _BYTES_PER_PARAMETER + _PROCESS_BYTES) * plan.num_workers
-    if needed > available_bytes():
-        raise BenchError(
-            f"{plan.num_workers} workers that train and save {plan.model} need about {needed / 2**30:.1f} GiB, "
-            f"{available_bytes() / 2**30:.1f} GiB are available. Choose a smaller --model."
-        )
-
-
 def _take_turn(plan: SavePlan, system: str, measured: _Measured) -> None:
     if plan.folder:
         Path(plan.folder).mkdir(parents=True, exist_ok=True)
     with Scratch("bench", parent=plan.folder or None) as folder:
-        options = {
-            "model": plan.model,
-            "batch": plan.batch,
-            "sequence": plan.sequence,
-            "optimizer": plan.optimizer,
-            "threads": plan.threads,
-            "folder": str(folder),
-        }
-        with WorkerPool(f"save-{system}", plan.num_workers, options, threads=plan.threads) as pool:
-            pool.start()
+        options = {**plan.as_json(), "folder": str(folder)}
+        with WorkerPool(system, checkpoint_commands, plan.num_workers, options, threads=plan.threads) as pool:
             pool.ask("first_step")
             with PeakMemory() as training:
                 pool.ask("run", steps=_MEMORY_STEPS)

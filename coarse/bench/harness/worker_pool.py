@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing.connection
 import os
-import selectors
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
 
 import psutil
 
-from coarse.bench import cleanup
-from coarse.bench.adapter import WorkerJob
-from coarse.bench.channel import Channel
-from coarse.bench.control_group import ControlGroup
-from coarse.bench.systems import RANK_FROM_LAUNCHER, launch
+from coarse.bench.harness import mpi_segments
+from coarse.bench.harness.commands import BenchError, MakeCommands, WorkerJob, receive, send
+from coarse.bench.harness.control_group import ControlGroup
+from coarse.bench.harness.launchers import RANK_FROM_LAUNCHER, launch
 from coarse.env import own_process_environment
 from coarse.errors import CoarseError, SyncTimeoutError, WorkerLostError
 from coarse.local_sockets import short_address
@@ -48,59 +49,67 @@ def time_for(num_items: int, *, stretch: float = 1.0) -> float:
     return COMMAND_TIMEOUT_S + num_items * _TIMEOUT_PER_ITEM_S * max(1.0, stretch)
 
 
-class BenchError(CoarseError):
-    """A benchmark failed: a wrong result, or too little memory."""
+Progress: TypeAlias = Callable[[str], None]
+"""Called with a description before each piece of work."""
 
 
 class WorkerPool:
-    """The worker processes of one system. Context manager; idempotent close(); one thread at a time.
+    """The worker processes of one system, from the beginning of its context to the end; one thread at a time.
 
     Every wait is bounded and watches the processes. Workers have separate process groups, so Ctrl-C reaches only the
     driver, which then ends them. If the driver is killed, they end by themselves.
 
+    Entering the context starts the workers and waits until every one is set up. It raises:
+        WorkerLostError: If one dies; the message ends with its standard error.
+        BenchError: If one reports an error.
+        SyncTimeoutError: If they are not all set up within `start_timeout_s`.
+
     Args:
-        system: A name for systems.launch().
+        system: Name of the system; launchers.launch() starts its processes.
+        make_commands: Creates the commands of each worker, in its process; importable.
         num_workers: Number of worker processes.
-        options: Settings of the system, for its adapter.
+        options: Settings of the system, for its commands; JSON values.
         threads: OMP_NUM_THREADS of each worker.
         group: Control group of all processes; None for the driver's.
+        start_timeout_s: Time limit for the start.
     """
 
     def __init__(
         self,
         system: str,
+        make_commands: MakeCommands,
         num_workers: int,
         options: dict[str, Any] | None = None,
         *,
         threads: int = 1,
         group: ControlGroup | None = None,
+        start_timeout_s: float = START_TIMEOUT_S,
     ) -> None:
         self.system = system
+        self._make_commands = make_commands
         self._num_workers = num_workers
         self._options = options or {}
         self._threads = threads
         self._group = group
+        self._start_timeout_s = start_timeout_s
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._channels: list[Channel] = []
+        self._connections: list[Connection] = []
         self._scratch: Scratch | None = None
+        self._has_ranks = False  # connections are in the order of ranks
         self._healthy = False
 
-    def start(self, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Starts the workers and waits until every one is set up.
+    def __enter__(self) -> WorkerPool:
+        try:
+            self._start()
+        except BaseException:
+            self.close(_INTERRUPTED_TIMEOUT_S)
+            raise
+        return self
 
-        Raises:
-            WorkerLostError: If one dies or reports an error; the message ends with its standard error.
-            SyncTimeoutError: If they are not all set up within `timeout_s`.
-        """
-        self._scratch = Scratch("bench")
-        socket_path = os.fspath(self._scratch.path / "socket")
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-            with short_address(socket_path) as address:
-                listener.bind(address)
-            listener.listen(self._num_workers)
-            self._spawn(socket_path)
-            self._accept_all(listener, time.monotonic() + timeout_s)
-        self._healthy = True
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(_CLOSE_TIMEOUT_S if error is None else _INTERRUPTED_TIMEOUT_S)
 
     def ask(self, command: str, timeout_s: float = COMMAND_TIMEOUT_S, **arguments: Any) -> list[Any]:
         """Sends one command to every worker and returns their results, by rank.
@@ -112,14 +121,14 @@ class WorkerPool:
         """
         deadline = time.monotonic() + timeout_s
         healthy, self._healthy = self._healthy, False
-        for rank, channel in enumerate(self._channels):
+        for rank, connection in enumerate(self._connections):
             try:
-                channel.send({"do": command, "with": arguments})
+                send(connection, {"do": command, "with": arguments})
             except OSError:
                 raise self._lost(f"worker {rank}", command) from None
-        answers = self._collect(command, deadline)
+        answers = self._receive_all(command, deadline)
         self._healthy = healthy
-        return answers
+        return [answer["result"] for answer in answers]
 
     def descendants(self) -> list[psutil.Process]:
         """All live processes of the system: launchers, workers, memory devices."""
@@ -140,28 +149,32 @@ class WorkerPool:
                 self._leave(leave_timeout_s)
         finally:
             self._kill_all()
-            for channel in self._channels:
-                channel.close()
+            for connection in self._connections:
+                connection.close()
             self._scratch.remove()
-            self._processes, self._channels, self._scratch = [], [], None
+            self._processes, self._connections, self._scratch = [], [], None
 
-    def __enter__(self) -> WorkerPool:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close(_CLOSE_TIMEOUT_S if error is None else _INTERRUPTED_TIMEOUT_S)
+    def _start(self) -> None:
+        self._scratch = Scratch("bench")
+        socket_path = os.fspath(self._scratch.path / "socket")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+            with short_address(socket_path) as address:
+                listener.bind(address)
+            listener.listen(self._num_workers)
+            self._spawn(socket_path)
+            self._accept_all(listener, time.monotonic() + self._start_timeout_s)
+        self._healthy = True
 
     def _spawn(self, socket_path: str) -> None:
         assert self._scratch is not None
         job = WorkerJob(
+            system=self.system,
             rank=RANK_FROM_LAUNCHER,
             num_workers=self._num_workers,
             directory=self._scratch.path,
             options=self._options,
         )
-        plan = launch(self.system, job, socket_path)
+        plan = launch(job, self._make_commands, socket_path)
         environment = {
             **own_process_environment(),
             "OMP_NUM_THREADS": str(self._threads),
@@ -184,53 +197,46 @@ class WorkerPool:
     def _accept_all(self, listener: socket.socket, deadline: float) -> None:
         """Waits for all workers' connections, then for their first messages, and sorts them by rank."""
         listener.settimeout(_POLL_INTERVAL_S)
-        while len(self._channels) < self._num_workers:
+        while len(self._connections) < self._num_workers:
             try:
-                self._channels.append(Channel(listener.accept()[0]))
+                self._connections.append(Connection(listener.accept()[0].detach()))
             except TimeoutError:
                 self._check_alive("start")
-                self._check_deadline("start", deadline, f"{len(self._channels)} of {self._num_workers} came")
-        hellos = self._receive_all("start", deadline)
-        ranks = [self._checked("start", hello).get("rank", -1) for hello in hellos]
+                self._check_deadline(
+                    "start", deadline, f"{len(self._connections)} of {self._num_workers} came"
+                )
+        ranks = [hello["rank"] for hello in self._receive_all("start", deadline)]
         if sorted(ranks) != list(range(self._num_workers)):
             raise BenchError(
                 f"{self.system}: {self._num_workers} workers were started, their ranks are {ranks}"
             )
-        self._channels = [channel for _, channel in sorted(zip(ranks, self._channels, strict=True))]
-
-    def _collect(self, command: str, deadline: float) -> list[Any]:
-        answers = self._receive_all(command, deadline)
-        return [self._checked(command, answer)["result"] for answer in answers]
+        self._connections = [self._connections[ranks.index(rank)] for rank in range(self._num_workers)]
+        self._has_ranks = True
 
     def _receive_all(self, command: str, deadline: float) -> list[dict[str, Any]]:
-        """Receives one message from each channel, in channel order; stops at the first error or lost worker."""
+        """Receives one message of each worker, in their order; stops at the first error or lost worker."""
         received: dict[int, dict[str, Any]] = {}
-        with selectors.DefaultSelector() as selector:
-            for index, channel in enumerate(self._channels):
-                selector.register(channel, selectors.EVENT_READ, index)
-            while len(received) < len(self._channels):
-                for key, _ in selector.select(_POLL_INTERVAL_S):
-                    received[key.data] = self._receive_one(key.data, command)
-                    selector.unregister(key.fileobj)
-                    self._checked(command, received[key.data])
-                missing = sorted(set(range(len(self._channels))) - set(received))
-                self._check_deadline(command, deadline, f"no answer of workers {missing}")
-        return [received[index] for index in range(len(self._channels))]
+        waiting: dict[Any, int] = {each: index for index, each in enumerate(self._connections)}
+        while waiting:
+            for connection in multiprocessing.connection.wait(list(waiting), _POLL_INTERVAL_S):
+                index = waiting.pop(connection)
+                received[index] = self._receive_one(index, command)
+            if waiting:
+                self._check_deadline(command, deadline, f"no answer of workers {sorted(waiting.values())}")
+        return [received[index] for index in range(len(self._connections))]
 
     def _receive_one(self, index: int, command: str) -> dict[str, Any]:
+        who = f"worker {index}" if self._has_ranks else "a worker"
         try:
-            return self._channels[index].receive()
+            answer = receive(self._connections[index])
         except EOFError:
-            raise self._lost(f"worker {index}", command) from None
-
-    def _checked(self, command: str, answer: dict[str, Any]) -> dict[str, Any]:
+            raise self._lost(who, command) from None
         if "error" not in answer:
             return answer
-        codes = self._exit_codes()
-        for index, code in codes.items():
+        for process, code in self._exit_codes().items():
             if code < 0:  # errors of the surviving workers are only consequences of this
-                raise self._lost(f"process {index}", command)
-        raise BenchError(f"{self.system}: {command} failed: {answer['error']}{self._stderr_tail()}")
+                raise self._lost(f"process {process}", command)
+        raise BenchError(f"{self.system}: {command} failed on {who}: {answer['error']}{self._stderr_tail()}")
 
     def _check_alive(self, command: str) -> None:
         for index, process in enumerate(self._processes):
@@ -278,7 +284,7 @@ class WorkerPool:
         # Launchers put their children into separate process groups, and a dead launcher's children are no longer
         # descendants of the driver. So all are listed before the first signal.
         everyone = self.descendants()
-        segments = cleanup.mpi_segments(each.pid for each in everyone)
+        segments = mpi_segments.mapped_by(each.pid for each in everyone)
         for process in self._processes:
             if process.poll() is None:
                 process.terminate()
@@ -288,7 +294,7 @@ class WorkerPool:
                 each.kill()
         for process in self._processes:
             process.wait()
-        cleanup.remove(segments)
+        mpi_segments.remove(segments)
 
 
 def _describe_exit(code: int) -> str:

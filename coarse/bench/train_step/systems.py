@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import importlib
 import inspect
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from coarse.bench.adapter import Adapter, WorkerJob
-from coarse.bench.collectives import join_gloo, join_group
-from coarse.bench.models import Workload, build_workload
+from coarse.bench.harness.commands import Commands, MakeCommands, WorkerJob, commands_of
+from coarse.bench.harness.job_memory import require_memory
+from coarse.bench.harness.rendezvous import join_process_group
+from coarse.bench.models import MODELS, NUM_PARAMETERS, Workload, build_workload
+from coarse.bench.timing import no_garbage_collection
 from coarse.errors import CoarseError
 
 LEARNING_RATE = 1e-4
@@ -22,21 +24,77 @@ OPTIMIZERS = ("adamw", "sgd")
 CPU = "cpu"
 _SAMPLES_PER_PARAMETER = 64
 _ONE_BUCKET_MB = 1 << 20
+_BYTES_PER_ELEMENT = 4
+_PROCESS_BYTES = 300 << 20
 
 
-class TrainAdapter:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingJob:
+    """A model and how it is trained, the same under all systems of a run.
+
+    Args:
+        systems: Names, in the order of their turns.
+        batch: Samples of each worker.
+        sequence: Tokens in a sample; ignored by image models.
+        threads: Threads of each worker.
+        rounds: Turns of each system.
+        device: Device of the models: "cpu"; "cuda": each worker uses the GPU of its rank; "cuda:N": all use this GPU.
+
+    Raises:
+        ValueError: If a value is out of range.
+    """
+
+    systems: tuple[str, ...]
+    model: str
+    batch: int
+    sequence: int
+    num_workers: int
+    threads: int
+    optimizer: str
+    rounds: int = 1
+    device: str = CPU
+
+    def __post_init__(self) -> None:
+        check_device(self.device)
+        if self.model not in MODELS:
+            raise ValueError(f"model {self.model!r} is none of {', '.join(MODELS)}")
+        if self.optimizer not in OPTIMIZERS:
+            raise ValueError(f"optimizer {self.optimizer!r} is none of {', '.join(OPTIMIZERS)}")
+        if min(self.batch, self.sequence, self.num_workers, self.threads, self.rounds) < 1:
+            raise ValueError("batch, sequence, workers, threads and rounds all start at 1")
+        if not self.systems:
+            raise ValueError("need at least one system")
+
+    def as_json(self) -> dict[str, Any]:
+        """Fields for TrainCommands, and for records."""
+        names = ("model", "batch", "sequence", "threads", "optimizer", "device")
+        return {name: getattr(self, name) for name in names}
+
+    def require_memory(self, elements_per_parameter: int, verb: str) -> None:
+        """Refuses models that cannot fit; memory of activations depends on the batch and is not included.
+
+        Raises:
+            BenchError: If memory does not suffice.
+        """
+        state_bytes = NUM_PARAMETERS[self.model] * elements_per_parameter * _BYTES_PER_ELEMENT
+        require_memory(
+            (state_bytes + _PROCESS_BYTES) * self.num_workers,
+            f"{self.num_workers} workers that {verb} {self.model} need at least",
+            "Choose a smaller --model or fewer --workers.",
+        )
+
+
+class TrainCommands:
     """The commands of `coarse bench train-step` for one system.
 
     On a GPU, a step ends when the GPU has completed it; its phases end when the processor has submitted them.
 
     Args:
-        job: Its options are model, batch, sequence, optimizer, threads and device.
+        job: Its options are those of TrainingJob.as_json().
         wrap: Joins the other workers' process group if the system has one, and returns the function that wraps the
             module.
         offload: Moves an optimizer of the wrapped module to the system's place for it.
     """
-
-    commands = frozenset({"first_step", "run", "gpu_memory"})
 
     def __init__(
         self,
@@ -92,17 +150,11 @@ class TrainAdapter:
 
     def run(self, steps: int) -> dict[str, list[float]]:
         """Takes `steps` steps after one uncounted step; returns the seconds of each step's phases."""
-        marks: list[tuple[float, ...]] = []
-        gc.collect()
-        gc.disable()
-        try:
+        marks: list[list[float]] = [[] for _ in range(steps)]
+        with no_garbage_collection():
             self._step([])
-            for _ in range(steps):
-                times: list[float] = []
+            for times in marks:
                 self._step(times)
-                marks.append(tuple(times))
-        finally:
-            gc.enable()
         return {
             "forward": [times[1] - times[0] for times in marks],
             "backward": [times[2] - times[1] for times in marks],
@@ -158,7 +210,7 @@ class TrainAdapter:
         Raises:
             CoarseError: If torch does not find it.
         """
-        asked = self._job.options.get("device", CPU)
+        asked = self._job.options["device"]
         if asked == CPU:
             return self._torch.device(CPU)
         num_gpus = self._torch.cuda.device_count()
@@ -229,14 +281,14 @@ def _make_optimizer(torch: Any, name: str, parameters: Any) -> Any:
 
 
 def wrap_coarse(job: WorkerJob) -> Callable[[Any], Any]:
-    join_gloo(job)
+    join_process_group(job)
     wrap = importlib.import_module("coarse.torch").DistributedDataParallel
     return lambda module: wrap(module, broadcast_buffers=_broadcasts_buffers(job))
 
 
 def wrap_ddp(job: WorkerJob) -> Callable[[Any], Any]:
     """DDP with gradients as views of its buckets, which saves a copy and memory."""
-    wrap = join_group(job, _backend_of_peers(job)).nn.parallel.DistributedDataParallel
+    wrap = join_process_group(job, _backend_of_peers(job)).nn.parallel.DistributedDataParallel
     return lambda module: wrap(
         module, gradient_as_bucket_view=True, broadcast_buffers=_broadcasts_buffers(job)
     )
@@ -244,23 +296,25 @@ def wrap_ddp(job: WorkerJob) -> Callable[[Any], Any]:
 
 def _broadcasts_buffers(job: WorkerJob) -> bool:
     """DDP's default on the CPU; False on a GPU, where each broadcast makes the processor wait without benefit."""
-    return bool(job.options.get("device", CPU) == CPU)
+    return bool(job.options["device"] == CPU)
 
 
 def _backend_of_peers(job: WorkerJob) -> str:
     """NCCL if each worker has a separate GPU, as is usual; NCCL does not support two workers on one GPU."""
-    device, cuda = job.options.get("device", CPU), importlib.import_module("torch").cuda
+    device, cuda = job.options["device"], importlib.import_module("torch").cuda
     return "nccl" if device == "cuda" and cuda.device_count() >= job.num_workers else "gloo"
 
 
 def _wrap_ddp_default(job: WorkerJob) -> Callable[[Any], Any]:
-    wrap: Callable[[Any], Any] = join_group(job, _backend_of_peers(job)).nn.parallel.DistributedDataParallel
+    wrap: Callable[[Any], Any] = join_process_group(
+        job, _backend_of_peers(job)
+    ).nn.parallel.DistributedDataParallel
     return wrap
 
 
 def wrap_ddp_tuned(job: WorkerJob) -> Callable[[Any], Any]:
     """DDP with one reduction per step: a single bucket, a static graph, no broadcast of buffers."""
-    wrap = join_group(job, _backend_of_peers(job)).nn.parallel.DistributedDataParallel
+    wrap = join_process_group(job, _backend_of_peers(job)).nn.parallel.DistributedDataParallel
     return lambda module: wrap(
         module,
         bucket_cap_mb=_ONE_BUCKET_MB,
@@ -272,7 +326,7 @@ def wrap_ddp_tuned(job: WorkerJob) -> Callable[[Any], Any]:
 
 def _wrap_fsdp(job: WorkerJob) -> Callable[[Any], Any]:
     """FSDP2 as in its documentation: wraps the layers of a transformer one by one, then the rest."""
-    torch = join_gloo(job)
+    torch = join_process_group(job)
     fully_shard = importlib.import_module("torch.distributed.fsdp").fully_shard
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (job.num_workers,))
 
@@ -314,19 +368,20 @@ def _shard_state(optimizer: Any, model: Any) -> Any:
     return zero(model.parameters(), optimizer_class=kind, parameters_as_bucket_view=True, **options)
 
 
-def _under(wrap: Callable[[WorkerJob], Callable[[Any], Any]]) -> Callable[[WorkerJob], Adapter]:
-    return lambda job: TrainAdapter(job, wrap)
-
-
-TRAIN_SYSTEMS: dict[str, Callable[[WorkerJob], Adapter]] = {
-    "train-coarse": _under(wrap_coarse),
-    "train-coarse-offload": lambda job: TrainAdapter(job, wrap_coarse, offload_optimizer(overlap=False)),
-    "train-coarse-overlap": lambda job: TrainAdapter(job, wrap_coarse, offload_optimizer(overlap=True)),
-    "train-ddp": _under(wrap_ddp),
-    "train-ddp-tuned": _under(wrap_ddp_tuned),
-    "train-ddp-default": _under(_wrap_ddp_default),
-    "train-zero": lambda job: TrainAdapter(job, wrap_ddp, _shard_state),
-    "train-fsdp": _under(_wrap_fsdp),
-    "train-none": _under(_wrap_none),
+_SYSTEMS: dict[str, MakeCommands] = {
+    "coarse": partial(TrainCommands, wrap=wrap_coarse),
+    "coarse-offload": partial(TrainCommands, wrap=wrap_coarse, offload=offload_optimizer(overlap=False)),
+    "coarse-overlap": partial(TrainCommands, wrap=wrap_coarse, offload=offload_optimizer(overlap=True)),
+    "ddp": partial(TrainCommands, wrap=wrap_ddp),
+    "ddp-tuned": partial(TrainCommands, wrap=wrap_ddp_tuned),
+    "ddp-default": partial(TrainCommands, wrap=_wrap_ddp_default),
+    "zero": partial(TrainCommands, wrap=wrap_ddp, offload=_shard_state),
+    "fsdp": partial(TrainCommands, wrap=_wrap_fsdp),
+    "none": partial(TrainCommands, wrap=_wrap_none),
 }
-"""Adapter of each system; the prefix distinguishes them from the systems of `coarse bench sync`."""
+"""Commands of each system, by its name on the command line."""
+
+
+def train_commands(job: WorkerJob) -> Commands:
+    """The commands of one system, in its worker process."""
+    return commands_of(job, _SYSTEMS)

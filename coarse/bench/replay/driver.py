@@ -1,25 +1,26 @@
 """`coarse bench replay`: a training step with recorded computation and real synchronisation.
 
 Workers push real tensors through the real runtime, at the speed of another machine's links. Only the computation
-between pushes is replaced by its measured time (coarse.bench.trace). All figures are *emulated*, in the emulated
-machine's seconds: real time divided by the time dilation.
+between pushes is replaced by its measured time (trace.py). All figures are *emulated*, in the emulated machine's
+seconds: real time divided by the time dilation.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
-from coarse.bench.adapter import Adapter, WorkerJob
-from coarse.bench.collectives import CoarseSession
-from coarse.bench.statistics import Timing, slowest_worker
-from coarse.bench.trace import ComputeTrace, compute_until
-from coarse.bench.worker_pool import WorkerPool, time_for
+from coarse.bench.harness.commands import WorkerJob
+from coarse.bench.harness.rendezvous import join_session
+from coarse.bench.harness.worker_pool import Progress, WorkerPool, time_for
+from coarse.bench.replay.trace import ComputeTrace, compute_until
+from coarse.bench.timing import Timing, slowest_worker
+from coarse.settings import Settings
 from coarse.tuning.first_steps import TIMED_STEPS
 
 _WHOLE_TENSORS = 1 << 32
@@ -179,29 +180,24 @@ class ReplayResult:
         }
 
 
-class ReplayAdapter:
-    """The commands of one scheme's worker. Its options are a trace as JSON, the scheme, and settings."""
-
-    commands = frozenset({"verify", "run"})
+class ReplayCommands:
+    """The commands of one scheme's worker. Its options are a trace as JSON, and settings."""
 
     def __init__(self, job: WorkerJob) -> None:
         options = dict(job.options)
         self._trace = ComputeTrace.from_json(options.pop("trace"))
         self._has_compute = options.pop("has_compute")
-        self._scheme = SCHEMES[options.pop("scheme")]
+        self._scheme = SCHEMES[job.system]
         self._dilation = options["time_dilation"]
-        self._rank, self._num_workers = job.rank, job.num_workers
         # Links are measured only once, before the timed steps.
-        settings = {**options, **self._scheme.settings, "replan_steps": 0}
-        self._session = CoarseSession(
-            WorkerJob(rank=job.rank, num_workers=job.num_workers, directory=job.directory, options=settings)
-        )
+        self._job = replace(job, options={**options, **self._scheme.settings, "replan_steps": 0})
+        self._session: Any = None
         self._group: Any = None
 
     def setup(self) -> int:
-        rank = self._session.join()
-        self._group = self._session.value.register("gradients", self._trace.specs())
-        return rank
+        self._session = join_session(self._job, Settings.from_environment())
+        self._group = self._session.register("gradients", self._trace.specs())
+        return self._job.rank
 
     def verify(self) -> list[str]:
         """Takes a step on known numbers, and the steps from which a session learns; returns its decisions.
@@ -211,18 +207,18 @@ class ReplayAdapter:
         Raises:
             ValueError: If a mean is wrong.
         """
-        expected = (2**self._num_workers - 1) / self._num_workers
+        expected = (2**self._job.num_workers - 1) / self._job.num_workers
         buffers = [
             np.frombuffer(self._group.buffer(i), dtype=e.dtype) for i, e in enumerate(self._trace.events)
         ]
         for each in buffers:
-            each[:] = 2**self._rank
+            each[:] = 2**self._job.rank
         for _ in range(1 + self._learning_steps()):
             self._step()
         for event, each in zip(self._trace.events, buffers, strict=True):
             if not (each == expected).all():
-                raise ValueError(f"worker {self._rank}: {event.name} is not the mean {expected}")
-        decisions: list[str] = self._session.value.decisions()
+                raise ValueError(f"worker {self._job.rank}: {event.name} is not the mean {expected}")
+        decisions: list[str] = self._session.decisions()
         return decisions
 
     def _learning_steps(self) -> int:
@@ -238,7 +234,7 @@ class ReplayAdapter:
 
     def _step(self) -> float:
         """Takes one step; returns its emulated seconds."""
-        self._session.value.barrier()
+        self._session.barrier()
         started = time.perf_counter()
         backward = started + self._real(self._trace.forward_s)
         for index, event in enumerate(self._trace.events):
@@ -254,9 +250,6 @@ class ReplayAdapter:
 
     def _real(self, seconds: float) -> float:
         return seconds * self._dilation if self._has_compute else 0.0
-
-
-Progress = Callable[[str], None]
 
 
 def num_progress_steps(plan: ReplayPlan) -> int:
@@ -276,7 +269,6 @@ def run_replay(plan: ReplayPlan, progress: Progress = lambda _: None) -> tuple[R
         for scheme in plan.schemes:
             progress(f"{scheme}  round {turn + 1} of {plan.rounds}")
             with _pool(plan, scheme) as pool:
-                pool.start()
                 decisions[scheme] = tuple(line for answer in pool.ask("verify") for line in answer)
                 seconds[scheme].append(
                     slowest_worker(
@@ -297,14 +289,9 @@ def run_replay(plan: ReplayPlan, progress: Progress = lambda _: None) -> tuple[R
 def _pool(plan: ReplayPlan, scheme: str) -> WorkerPool:
     options = {
         "trace": plan.trace.to_json(),
-        "scheme": scheme,
         "has_compute": plan.has_compute,
         "machine": plan.machine,
         "time_dilation": plan.time_dilation,
         "memory_devices": str(plan.memory_devices),
     }
-    return WorkerPool("replay", plan.num_workers, options)
-
-
-REPLAY_SYSTEMS: dict[str, Callable[[WorkerJob], Adapter]] = {"replay": ReplayAdapter}
-"""Adapter of this system, by its name in WorkerPool."""
+    return WorkerPool(scheme, ReplayCommands, plan.num_workers, options)

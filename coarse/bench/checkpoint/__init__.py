@@ -1,0 +1,1 @@
+"""`coarse bench checkpoint`: saves during training."""

@@ -1,0 +1,1 @@
+"""Worker processes of benchmarks and experiments: starts them, sends commands, collects answers, ends them."""

@@ -1,0 +1,1 @@
+"""`coarse bench replay`: a training step with recorded computation, on emulated links."""

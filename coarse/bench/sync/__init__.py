@@ -1,0 +1,1 @@
+"""`coarse bench sync`: all-reduce of one tensor."""

@@ -1,0 +1,1 @@
+"""`coarse bench train-step`: a real training step."""
