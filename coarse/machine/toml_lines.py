@@ -1,7 +1,6 @@
 """TOML with the line of every key, so that errors can name the line.
 
-tomllib reads the values, because it reports broken files best. tomlkit keeps all text of a file; counting line
-ends gives the lines.
+tomllib reads the values and reports broken files. A scan of the tokens of a file that it has read gives the lines.
 """
 
 from __future__ import annotations
@@ -9,14 +8,10 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import tomlkit
-from tomlkit.container import Container
-from tomlkit.exceptions import TOMLKitError
-from tomlkit.items import AoT, InlineTable, Item, Null, Table, Whitespace
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -81,65 +76,95 @@ def parse_toml(text: str, *, path: str) -> TomlDocument:
     """
     try:
         values = tomllib.loads(text)
-        document = tomlkit.parse(text)
-    except (tomllib.TOMLDecodeError, TOMLKitError) as error:
+    except tomllib.TOMLDecodeError as error:
         at = re.search(r"at line (\d+)", str(error))
         line = int(at.group(1)) if at else text.count("\n") + 1  # "at end of document"
         raise ValueError(f"{path}:{line}: {error}") from None
-    lines: dict[Key, int] = {}
-    _Walk(lines).container(document, ())
-    return TomlDocument(path=path, values=values, lines=lines)
+    return TomlDocument(path=path, values=values, lines=_Scan(text).lines)
 
 
-class _Walk:
-    """Goes through a document in the order of its text."""
+_TOKEN = re.compile(
+    r"""
+    \#[^\n]*
+    | "{3} (?: \\. | [^\\] )*? "{3} (?!")  # which may end with one or two quotes of its text
+    | '{3} .*? '{3} (?!')
+    | " (?: \\. | [^"\\] )* "
+    | '[^']*'
+    | [\[\]{},=.\n]
+    | [^\s\[\]{},=."'\#]+
+    """,
+    re.VERBOSE | re.DOTALL,
+)
 
-    def __init__(self, lines: dict[Key, int]) -> None:
-        self._lines = lines
-        self._line = 1
 
-    def container(self, container: Container, above: Key) -> None:
-        for key, item in container.body:
-            if key is None:
-                self._skip(item)
-            elif isinstance(item, AoT):
-                self._lines.setdefault((*above, key.key), self._line)
-                for number, table in enumerate(item.body):
-                    self._table(table, (*above, key.key, number))
-            elif isinstance(item, Table):
-                self._table(item, (*above, key.key))
-            else:
-                self._value(item, (*above, key.key))
+def _tokens(text: str) -> Iterator[tuple[str, int]]:
+    """Tokens with their lines, without comments; the last one ends a line."""
+    line = 1
+    for match in _TOKEN.finditer(text):
+        token = match.group()
+        if not token.startswith("#"):
+            yield token, line
+        line += token.count("\n")
+    yield "\n", line
 
-    def _table(self, table: Table, key: Key) -> None:
-        self._pass(table.trivia.indent)
-        # Several headers may open the same table; the first one counts.
-        self._lines.setdefault(key, self._line)
-        if not table.is_super_table():
-            self._pass(table.trivia.trail)
-        self.container(table.value, key)
 
-    def _value(self, item: Item, key: Key) -> None:
-        self._pass(item.trivia.indent)
-        self._lines[key] = self._line
-        if isinstance(item, InlineTable):
-            self._inline(item.value, key)
-        self._pass(item.as_string(), item.trivia.trail)
+class _Scan:
+    """The line of each key in text that is valid TOML."""
 
-    def _inline(self, container: Container, above: Key) -> None:
-        # An inline table occupies one line, unless it contains a multi-line string.
-        for key, item in container.body:
-            if key is not None:
-                name = (*above, key.key)
-                self._lines[name] = self._line
-                if isinstance(item, InlineTable):
-                    self._inline(item.value, name)
+    def __init__(self, text: str) -> None:
+        self.lines: dict[Key, int] = {}
+        self._tokens = _tokens(text)
+        self._lengths: dict[Key, int] = {}  # of arrays of tables, up to here
+        table: Key = ()
+        for token, line in self._tokens:
+            if token == "[":
+                table = self._header(line)
+            elif token not in ("]", "\n"):
+                self._assignment(table, token, line)
 
-    def _skip(self, item: Item) -> None:
-        if isinstance(item, Whitespace | Null):
-            self._pass(item.as_string())
-        else:
-            self._pass(item.trivia.indent, item.trivia.trail)
+    def _header(self, line: int) -> Key:
+        """Reads a header behind its first bracket; returns the table that it opens."""
+        token, _ = next(self._tokens)
+        is_array = token == "["
+        names = self._names(next(self._tokens)[0] if is_array else token, end="]")
+        table: Key = ()
+        for number, name in enumerate(names, 1):
+            # Several headers may open the same table; the first one counts.
+            table = self._note(table, name, line)
+            if is_array and number == len(names):
+                self._lengths[table] = self._lengths.get(table, 0) + 1
+            if table in self._lengths:
+                table = self._note(table, self._lengths[table] - 1, line)
+        return table
 
-    def _pass(self, *texts: str) -> None:
-        self._line += sum(text.count("\n") for text in texts)
+    def _assignment(self, table: Key, token: str, line: int) -> str:
+        """Reads a key and its value behind the first token; returns the token that ends it."""
+        for name in self._names(token, end="="):
+            table = self._note(table, name, line)
+        token, _ = next(self._tokens)
+        if token == "{":
+            return self._inline_table(table)
+        depth = 0
+        while depth or token not in ("\n", ",", "}"):
+            depth += (token in ("[", "{")) - (token in ("]", "}"))
+            token, _ = next(self._tokens)
+        return token
+
+    def _inline_table(self, table: Key) -> str:
+        for token, line in self._tokens:
+            if token == "}" or (token not in ("\n", ",") and self._assignment(table, token, line) == "}"):
+                break
+        return next(self._tokens)[0]
+
+    def _names(self, token: str, *, end: str) -> list[str]:
+        names = []
+        while token != end:
+            if token != ".":
+                names.append(tomllib.loads(f"name = {token}")["name"] if token[0] in "\"'" else token)
+            token, _ = next(self._tokens)
+        return names
+
+    def _note(self, table: Key, name: str | int, line: int) -> Key:
+        key = (*table, name)
+        self.lines.setdefault(key, line)
+        return key

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from process_pool import ProcessPool
+
+from coarse.machine.toml_lines import read_toml
 
 _HERE = Path(__file__).parent
 _ROOT = _HERE.parents[1]
@@ -16,11 +17,7 @@ _ROOT = _HERE.parents[1]
 
 def installed_coarse(folder: Path) -> Path:
     """Makes `folder` look, to importlib.metadata, as if this source tree were installed in it."""
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
-    project = tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"]
+    project = read_toml(_ROOT / "pyproject.toml").values["project"]
     information = folder / f"coarse-{project['version']}.dist-info"
     information.mkdir()
     information.joinpath("METADATA").write_text(

@@ -248,6 +248,29 @@ def test_every_key_has_its_line(key, line):
     assert parse_toml(LINES, path="file").line(key) == line
 
 
+@pytest.mark.parametrize(
+    "above",
+    [
+        "x = [  # ] key = 1\n  \"]\", '[', { y = [[1], 2] },\n]",
+        'x = """\\\n  key = \\"""\n"""""',
+        "x = '''\nkey = 1 \\'''\n# key = '",
+        'x = { y = [1, 2], "z # = }".a = { b = "}" } }  # }',
+        "\"key = 1\" = 1.5e3\n'#' = 1979-05-27 07:32:00",
+    ],
+)
+def test_a_key_is_not_found_within_strings_comments_and_arrays(above):
+    document = parse_toml(f"{above}\nkey = 1\n", path="file")
+    assert document.line(("key",)) == 2 + above.count("\n")
+    assert document.lines.keys() == set(keys_of(document.values, ()))
+
+
+def keys_of(table, above):
+    for name, value in table.items():
+        yield (*above, name)
+        if isinstance(value, dict):
+            yield from keys_of(value, (*above, name))
+
+
 @pytest.mark.parametrize("ending", ["\n", "\r\n"])
 def test_values_are_plain_and_line_ends_do_not_matter(ending):
     document = parse_toml(LINES.replace("\n", ending), path="file")

@@ -6,11 +6,12 @@ import re
 from pathlib import Path
 
 import pytest
-import tomllib
+
+from coarse.machine.toml_lines import read_toml
 
 ROOT = Path(__file__).parents[2]
 KERNELS = ROOT / "coarse" / "kernels"
-PACKED = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+PACKED = read_toml(ROOT / "pyproject.toml").values["tool"]["setuptools"]["package-data"]
 INCLUDED = re.compile(r"#include [<\"](coarse/[\w./]+)[>\"]")
 
 
