@@ -14,11 +14,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 from coarse.bench.provenance import MEASURED, Provenance, append_records
+from coarse.bench.timing import Timing
 from coarse.client.memory.tensor_bytes import GpuBytes, gpu_uuid
 from coarse.env import WorkerIdentity
 from coarse.schema import TensorSpec
@@ -68,7 +70,7 @@ def measure(arguments: argparse.Namespace) -> None:
                 time_round(session, group, index, values, pattern)
                 for _ in range(NUM_WARM_UPS + arguments.rounds)
             ]
-            times_s = sorted(times_s[NUM_WARM_UPS:])
+            timing = Timing.from_seconds(times_s[NUM_WARM_UPS:])
             records.append(
                 {
                     "bench": "GPU memory devices",
@@ -76,10 +78,8 @@ def measure(arguments: argparse.Namespace) -> None:
                     "algorithm": os.environ.get("COARSE_ALGORITHM", "auto"),
                     "place": arguments.place,
                     "nbytes": spec.nbytes,
-                    "min_us": times_s[0] * 1e6,
-                    "p50_us": times_s[len(times_s) // 2] * 1e6,
-                    "p99_us": times_s[int(0.99 * (len(times_s) - 1))] * 1e6,
-                    "gbytes_per_s": spec.nbytes / times_s[len(times_s) // 2] / 1e9,
+                    **asdict(timing),
+                    "gbytes_per_s": timing.algbw_gbytes_per_s(spec.nbytes),
                 }
             )
     if identity.rank == 0:

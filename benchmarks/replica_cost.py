@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
-import statistics
 import sys
 import tempfile
 import time
@@ -25,6 +24,7 @@ from coarse.bench.harness.commands import WorkerJob
 from coarse.bench.harness.rendezvous import join_process_group
 from coarse.bench.harness.worker_pool import WorkerPool, time_for
 from coarse.bench.provenance import MEASURED, Provenance, append_records
+from coarse.bench.timing import Timing
 
 NUM_WORKERS = 2
 NUM_TENSORS = 8
@@ -72,9 +72,7 @@ def main() -> int:
             "system": system,
             "parameters": round(arguments.parameters * 1e6),
             "devices": arguments.devices,
-            "step_ms": statistics.median(seconds) * 1e3,
-            "step_min_ms": min(seconds) * 1e3,
-            "step_p99_ms": sorted(seconds)[int(0.99 * (len(seconds) - 1))] * 1e3,
+            **Timing.from_seconds(seconds).in_ms("step"),
         }
         for system, seconds in times.items()
     ]

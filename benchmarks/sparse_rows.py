@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -27,6 +26,7 @@ from coarse.bench.harness.commands import WorkerJob
 from coarse.bench.harness.rendezvous import join_process_group
 from coarse.bench.harness.worker_pool import WorkerPool, time_for
 from coarse.bench.provenance import MEASURED, Provenance, append_records
+from coarse.bench.timing import Timing
 
 NUM_WORKERS = 2
 NUMBER_BYTES = 8
@@ -81,9 +81,7 @@ def main() -> int:
             "system": system,
             **asdict(plan),
             "traffic_bytes": traffic_bytes(system, plan),
-            "step_ms": statistics.median(times) * 1e3,
-            "step_min_ms": min(times) * 1e3,
-            "step_p99_ms": sorted(times)[int(0.99 * (len(times) - 1))] * 1e3,
+            **Timing.from_seconds(times).in_ms("step"),
         }
         for system, (times, _) in results.items()
     ]

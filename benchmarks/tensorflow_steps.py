@@ -32,6 +32,8 @@ from typing import Any
 
 import numpy as np
 
+from coarse.bench.timing import timed
+
 SYSTEMS = {
     "op": "COARSE",
     "offload": "COARSE, DistributedOptimizer",
@@ -184,7 +186,7 @@ def work_mirrored(options: argparse.Namespace) -> None:
     step = tf.function(lambda: strategy.reduce("SUM", strategy.run(train, args=(batch,)), axis=None))
     for _ in range(2):
         step()
-    figures = {"step_ms": 1e3 * timed(lambda: step().numpy(), options.steps)}
+    figures = {"step_ms": 1e3 * median_s(lambda: step().numpy(), options.steps)}
     if rank == 0:
         options.report.write_text(json.dumps(figures))
 
@@ -238,7 +240,9 @@ def sync_times(strategy: Any, model: Any, num_steps: int) -> dict[str, float]:
 
     assert all(np.all(each.numpy() == expected) for each in reduce_all(gradients))
     make_all(gradients)
-    sync_s = timed(lambda: reduce_all(gradients), num_steps) - timed(lambda: make_all(gradients), num_steps)
+    sync_s = median_s(lambda: reduce_all(gradients), num_steps) - median_s(
+        lambda: make_all(gradients), num_steps
+    )
 
     strategy.close()
     from coarse.launch import Launch
@@ -264,19 +268,14 @@ def sync_times(strategy: Any, model: Any, num_steps: int) -> dict[str, float]:
 
     push_and_pull()
     assert all(np.all(result == expected) for result in results)
-    client_s = timed(push_and_pull, num_steps)
+    client_s = median_s(push_and_pull, num_steps)
     session.close()
     return {"sync_ms": 1e3 * sync_s, "client_ms": 1e3 * client_s}
 
 
-def timed(action: Callable[[], object], count: int) -> float:
+def median_s(action: Callable[[], object], count: int) -> float:
     """The median duration of an action, in seconds."""
-    durations = []
-    for _ in range(count):
-        began_at = time.perf_counter()
-        action()
-        durations.append(time.perf_counter() - began_at)
-    return statistics.median(durations)
+    return statistics.median(timed(action, count))
 
 
 def build(name: str, batch: int) -> tuple[Any, Any, Any]:

@@ -80,6 +80,11 @@ class Timing:
             iterations=int(values_us.size),
         )
 
+    def in_ms(self, name: str) -> dict[str, float]:
+        """Milliseconds for a record: the median as `name`_ms, with the minimum and the 99th percentile."""
+        times_us = {name: self.p50_us, f"{name}_min": self.min_us, f"{name}_p99": self.p99_us}
+        return {f"{each}_ms": time_us / 1e3 for each, time_us in times_us.items()}
+
     def algbw_gbytes_per_s(self, nbytes: int) -> float:
         """Algorithm bandwidth: bytes of one worker's tensor divided by the median time; G is 1e9, B is bytes."""
         return nbytes / self.p50_us / 1e3

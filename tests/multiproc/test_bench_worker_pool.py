@@ -80,6 +80,36 @@ def test_error_of_a_worker_comes_with_its_traceback() -> None:
     assert "Traceback" in str(caught.value)
 
 
+ECHO = """
+from coarse.bench.harness.worker_pool import WorkerPool
+
+class Echo:
+    def __init__(self, job):
+        self.rank = job.rank
+
+    def setup(self):
+        return self.rank
+
+    def say(self, words):
+        return [self.rank, words]
+
+    def close(self):
+        pass
+
+if __name__ == "__main__":
+    with WorkerPool("echo", Echo, 2) as pool:
+        print(pool.ask("say", words="hello"))
+"""
+
+
+@pytest.mark.parametrize("start", [["echo.py"], ["-m", "echo"]])
+def test_a_script_may_contain_the_commands_of_its_workers(start: list[str], tmp_path: Path) -> None:
+    (tmp_path / "echo.py").write_text(ECHO)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    printed = subprocess.check_output([sys.executable, *start], cwd=tmp_path, env=environment, text=True)
+    assert printed == "[[0, 'hello'], [1, 'hello']]\n"
+
+
 def test_a_worker_executes_its_commands_alone() -> None:
     with WorkerPool("gloo", sync_commands, 1) as pool:
         for name in ("fly", "_tensor", "__class__"):
