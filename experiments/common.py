@@ -242,7 +242,7 @@ def table_lines(results: Sequence[Mapping[str, Any]], *, is_index: bool = False)
         for values in document["findings"]:
             lines.append(f"| {' | '.join([figure, *Finding.from_json(values).cells()])} |")
     commits = sorted({f"{document['commit']} on {_words(document['machine'])}" for document in results})
-    return [*lines, "", f"Of commit {'; '.join(commits)}."]
+    return [*lines, "", f"Of commit {'; '.join(commits)}.{_pacing_words(results)}"]
 
 
 def replace_table(readme: Path, lines: Sequence[str]) -> None:
@@ -257,6 +257,17 @@ def replace_table(readme: Path, lines: Sequence[str]) -> None:
     if not begin or not end:
         raise ValueError(f"{readme}: needs a line {TABLE_BEGIN} and a later one {TABLE_END}")
     readme.write_text("\n".join([before + begin, *lines, end + after]), encoding="utf-8")
+
+
+def _pacing_words(results: Sequence[Mapping[str, Any]]) -> str:
+    """The largest pacing error of runs on emulated links; "" if none reports one."""
+    errors = [
+        values["pacing_error"]
+        for document in results
+        for values in document["data"]
+        if "pacing_error" in values
+    ]
+    return f" Largest pacing error: {max(errors):.1%}." if errors else ""
 
 
 def _results(experiment: Experiment) -> dict[str, Any]:

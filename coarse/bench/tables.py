@@ -79,7 +79,8 @@ def latency_table(records: Sequence[SyncRecord]) -> TextTable:
 def replay_table(results: Sequence[ReplayResult]) -> TextTable:
     """Step, blocked communication and synchronisation bandwidth of each scheme, in the emulated machine's time.
 
-    Blocked time is compared with that of the measured all-reduce with the shortest blocked time.
+    Blocked time is compared with that of the measured all-reduce with the shortest blocked time. The pacing error
+    is the average delay of arrivals, as a share of the blocked time.
     """
     plan = results[0].plan
     compute = (
@@ -95,12 +96,22 @@ def replay_table(results: Sequence[ReplayResult]) -> TextTable:
             _number(result.blocked_us / 1e3, 1),
             _DASH if peer_us is None else f"{100 * result.blocked_us / peer_us:.0f} %",
             _number(result.sync_gbytes_per_s, 2),
+            f"{result.pacing.time_dilation:g}",
+            f"{result.pacing.error:.2%}",
         )
         for result in results
     ]
     return TextTable(
         title=f"{plan.trace.model}, batch {plan.trace.batch}, {plan.num_workers} workers: {compute}",
-        columns=("scheme", "step p50 ms", "blocked ms", "of best all-reduce's", "sync GB/s"),
+        columns=(
+            "scheme",
+            "step p50 ms",
+            "blocked ms",
+            "of best all-reduce's",
+            "sync GB/s",
+            "dilation",
+            "pacing error",
+        ),
         rows=tuple(rows),
     )
 

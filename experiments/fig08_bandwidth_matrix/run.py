@@ -9,7 +9,7 @@ from coarse.profiler.figures import draw_bandwidth_matrix
 from coarse.profiler.profile import BOTH, Profile
 from experiments.common import Experiment, Finding, Options, Outcome, main
 from experiments.expectation import Check, Expectation, judge_all
-from experiments.profiles import get_profile
+from experiments.profiles import get_profile, pacing_as_json
 
 PAPER_GBYTES_PER_S = {"aws-p3": (9.0, 16.0), "sdsc-p100": (25.0, 18.0)}
 """Figure 8: local and remote, both directions together, by machine."""
@@ -58,7 +58,10 @@ def run(options: Options) -> Outcome:
     profiles = [get_profile(machine, is_quick=options.is_quick) for machine in options.machines]
     return Outcome(
         findings=[compare(profile) for profile in profiles],
-        data=[_as_json(profile) for profile in profiles],
+        data=[
+            _as_json(profile) | pacing_as_json(machine, is_quick=options.is_quick)
+            for machine, profile in zip(options.machines, profiles, strict=True)
+        ],
         pictures={f"matrix-{profile.key.machine}": draw_bandwidth_matrix(profile) for profile in profiles},
     )
 

@@ -8,6 +8,7 @@ Therefore every shard is registered as its own tensor, cut as the client cuts te
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -17,6 +18,7 @@ import numpy as np
 
 from coarse.bench.harness.rendezvous import SessionCommands
 from coarse.bench.harness.worker_pool import WorkerPool
+from coarse.bench.pace import Paced, Pacing, keep_pace
 from coarse.client.tensor_group import TensorGroup
 from coarse.profiler.figures import Transfer, busy_fraction, draw_timeline, format_size
 from coarse.profiler.partition import count_shards
@@ -26,7 +28,7 @@ from coarse.profiler.shard_size import plan_shard_size
 from coarse.schema import TensorSpec
 from experiments.common import Experiment, Finding, Options, Outcome, main
 from experiments.expectation import Expectation, judge_number
-from experiments.profiles import get_profile, plan_tables
+from experiments.profiles import get_profile, measure_lateness, plan_tables
 
 MACHINE = "aws-p3"
 TENSOR_BYTES = tuple(size << 20 for size in (8, 4, 16, 6, 4, 12))
@@ -141,13 +143,30 @@ def _in_turn(
 # ---- workers ----
 
 
-def watch(task: Task, time_dilation: float = TIME_DILATION) -> list[Transfer]:
-    """Runs a task and returns the transfers of worker 0."""
+def watch(task: Task, time_dilation: float = TIME_DILATION) -> Paced[list[Transfer]]:
+    """Runs a task and returns the transfers of worker 0; with more time dilation if links do not keep pace.
+
+    The pacing error is the average delay of arrivals as a share of a transfer's average time.
+
+    Raises:
+        PaceError: If this host cannot emulate the machine's links in time.
+    """
+    return keep_pace(
+        f"timeline on {MACHINE}", lambda dilation: _watch(task, dilation), time_dilation=time_dilation
+    )
+
+
+def _watch(task: Task, time_dilation: float) -> Paced[list[Transfer]]:
     settings = {"machine": MACHINE, "partition_table": MACHINE, "time_dilation": time_dilation}
     settings["shard_bytes"] = WHOLE_TENSORS
     with WorkerPool("fig09", TimelineCommands, len(task.tables), settings) as pool:
-        times = pool.ask("watch", **asdict(task))[0]
-    return transfers_of(task.shards, [Times(**values) for values in times], time_dilation)
+        times, late_us = pool.ask("watch", **asdict(task))[0]
+    transfers = transfers_of(task.shards, [Times(**values) for values in times], time_dilation)
+    transfer_us = statistics.mean(transfer.end_us - transfer.start_us for transfer in transfers)
+    error = late_us / transfer_us
+    return Paced(
+        value=transfers, pacing=Pacing(lateness_us=late_us, error=error, time_dilation=time_dilation)
+    )
 
 
 class TimelineCommands(SessionCommands):
@@ -159,8 +178,8 @@ class TimelineCommands(SessionCommands):
         tables: Sequence[Mapping[str, Any]],
         most_pushing: int,
         most_pending: int,
-    ) -> list[dict[str, float]]:
-        """Pushes and pulls all shards; returns the fields of their Times."""
+    ) -> tuple[list[dict[str, float]], float]:
+        """Pushes and pulls all shards; returns the fields of their Times, and the links' lateness (us)."""
         self.session.adopt_routing(RoutingTable(**tables[self.rank]))
         specs = [
             TensorSpec(name=f"shard {i}", dtype="float32", num_elements=shard["nbytes"] // 4, op="mean")
@@ -171,12 +190,14 @@ class TimelineCommands(SessionCommands):
             for index in range(len(specs)):
                 np.frombuffer(group.buffer(index), np.float32)[:] = 1 + self.rank
             self.session.barrier()
-            times = _push_and_pull(group, self.rank, most_pushing, most_pending)
+            times, late_us = measure_lateness(
+                self.session, lambda: _push_and_pull(group, self.rank, most_pushing, most_pending)
+            )
             for index in range(len(specs)):
                 mean = (1 + self.num_workers) / 2
                 if not (np.frombuffer(group.buffer(index), np.float32) == mean).all():
                     raise AssertionError(f"shard {index} is not the mean of all workers'")
-        return [asdict(each) for each in times]
+        return [asdict(each) for each in times], late_us
 
 
 def _push_and_pull(group: TensorGroup, rank: int, most_pushing: int, most_pending: int) -> list[Times]:
@@ -227,10 +248,11 @@ def run(options: Options) -> Outcome:
         SHARDED: Task(shards=shards, most_pushing=2, most_pending=len(shards), tables=tables),
         AT_ONCE: Task(shards=shards, most_pushing=len(shards), most_pending=len(shards), tables=tables),
     }
-    timelines = {}
+    runs = {}
     for name, task in tasks.items():
-        timelines[name] = watch(task)
-        options.progress(f"{name}: {_end_us(timelines[name]) / 1e3:.3g} ms")
+        runs[name] = watch(task)
+        options.progress(f"{name}: {_end_us(runs[name].value) / 1e3:.3g} ms")
+    timelines = {name: paced.value for name, paced in runs.items()}
     return Outcome(
         findings=[
             compare(timelines[FIFO], timelines[SHARDED], shard_bytes),
@@ -240,11 +262,11 @@ def run(options: Options) -> Outcome:
             {
                 "kind": EMULATED,
                 "machine": MACHINE,
-                "time_dilation": TIME_DILATION,
+                **paced.pacing.as_json(),
                 "what": name,
-                "transfers": [asdict(transfer) for transfer in transfers],
+                "transfers": [asdict(transfer) for transfer in paced.value],
             }
-            for name, transfers in timelines.items()
+            for name, paced in runs.items()
         ],
         pictures={"timeline": draw_timeline(timelines, machine=f"{MACHINE}, worker 0", kind=EMULATED)},
     )

@@ -7,7 +7,7 @@ from coarse.profiler.profile import Profile
 from coarse.profiler.shard_size import plan_shard_size
 from experiments.common import Experiment, Finding, Options, Outcome, main
 from experiments.expectation import Expectation, judge_number
-from experiments.profiles import curves_as_json, get_profile, plan_tables
+from experiments.profiles import curves_as_json, get_profile, pacing_as_json, plan_tables
 
 FULL_FROM_MIB = Expectation(what="full from", low=2, high=2, unit=" MiB on", source="III-E, Fig 14")
 """Section III-E: below 2 MB the bus is not saturated; Figure 14: at 2 MB or higher it is. Exact: of the tested sizes,
@@ -41,7 +41,10 @@ def run(options: Options) -> Outcome:
         )
     return Outcome(
         findings=[compare(profile) for profile in profiles],
-        data=[curves_as_json(profile) for profile in profiles],
+        data=[
+            curves_as_json(profile) | pacing_as_json(machine, is_quick=options.is_quick)
+            for machine, profile in zip(options.machines, profiles, strict=True)
+        ],
         pictures=pictures,
     )
 

@@ -12,7 +12,7 @@ from coarse.profiler.profile import Profile
 from coarse.profiler.routing import RoutingTable
 from experiments.common import Experiment, Finding, Options, Outcome, main
 from experiments.expectation import CategoryCheck
-from experiments.profiles import HOST, curves_as_json, get_profile, plan_tables
+from experiments.profiles import HOST, curves_as_json, get_profile, pacing_as_json, plan_tables
 
 ALWAYS_LOCAL = "always local"
 LOCAL_THEN_REMOTE = "local for small, remote for large"
@@ -58,8 +58,12 @@ def run(options: Options) -> Outcome:
     return Outcome(
         findings=[compare(profile, table) for profile, table in zip(profiles, tables, strict=True)],
         data=[
-            {**curves_as_json(profile), "routing_tables": [asdict(table) for table in of_machine]}
-            for profile, of_machine in zip(profiles, tables, strict=True)
+            {
+                **curves_as_json(profile),
+                **pacing_as_json(machine, is_quick=options.is_quick),
+                "routing_tables": [asdict(table) for table in of_machine],
+            }
+            for machine, profile, of_machine in zip(options.machines, profiles, tables, strict=True)
         ],
         pictures=_draw(profiles, [of_machine[0] for of_machine in tables]),
     )

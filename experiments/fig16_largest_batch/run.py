@@ -25,6 +25,7 @@ from coarse.profiler.figures import COLOURS
 from coarse.profiler.profile import MEASURED
 from experiments.common import FOLDER, Experiment, Finding, Options, Outcome, main
 from experiments.expectation import Check, Expectation, Measured, NumberCheck, judge_number
+from experiments.quiet import require_quiet
 
 NUM_WORKERS = 2
 DDP = "ddp"
@@ -146,10 +147,16 @@ def attempt_batch(case: Case, system: str, batch: int) -> Trial | None:
 
 
 def run(options: Options) -> Outcome:
-    """Finds the largest batch of each system."""
+    """Finds the largest batch of each system.
+
+    Raises:
+        BusyMachineError: If other work takes the processors, unless it is a quick run.
+    """
     case = QUICK if options.is_quick else FULL
     found: dict[str, Trial | None] = {}
     for system in LABELS:
+        if not options.is_quick:
+            require_quiet(f"largest batch of {LABELS[system]}")
         found[system] = largest(lambda batch, system=system: attempt_batch(case, system, batch), case.most)
         options.progress(f"{LABELS[system]}: {_words(found[system])}")
     return Outcome(

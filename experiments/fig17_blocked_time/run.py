@@ -61,7 +61,11 @@ CASES = {
 
 
 def replay(machine: str, options: Options) -> dict[str, ReplayResult]:
-    """Replays all schemes on a machine."""
+    """Replays all schemes on a machine.
+
+    Raises:
+        PaceError: If this host cannot emulate the machine's links in time.
+    """
     case, table = CASES[machine], PartitionTable.load(machine)
     trace = load_trace("bert-base" if options.is_quick else MODEL).on_processor(
         case.tflops, f"{case.tflops:g} TFLOPS sustained, assumed"

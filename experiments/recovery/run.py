@@ -24,6 +24,7 @@ from typing import Any
 from coarse.profiler.profile import MEASURED
 from experiments.common import Experiment, Finding, Options, Outcome, main
 from experiments.expectation import AIM, CategoryCheck, Expectation, judge_number
+from experiments.quiet import require_quiet
 
 NUM_WORKERS = 2
 ROOT = Path(__file__).resolve().parents[2]
@@ -125,20 +126,24 @@ def time_recovery(folder: Path) -> dict[str, float]:
 
 
 def run(options: Options) -> Outcome:
-    """Runs all cases, one after the other."""
+    """Runs all cases, one after the other.
+
+    Raises:
+        BusyMachineError: If other work takes the processors, unless it is a quick run.
+    """
     epochs, kills = (8, 2) if options.is_quick else (60, 5)
     with tempfile.TemporaryDirectory(prefix="coarse-recovery-") as temporary:
         folder = Path(temporary)
         offloaded = ("--offload-optimizer",)
-        options.progress("undisturbed")
+        _announce("undisturbed", options)
         whole = run_job(folder / "whole", epochs=epochs, kills=0, seed=0, options=offloaded, kept=False)
-        options.progress(f"killed {kills} times, from memory")
+        _announce(f"killed {kills} times, from memory", options)
         saves = (*offloaded, "--checkpoint-every", "50")
         memory = run_job(folder / "memory", epochs=epochs, kills=kills, seed=1, options=saves, kept=True)
-        options.progress(f"killed {kills} times, from checkpoints")
+        _announce(f"killed {kills} times, from checkpoints", options)
         saves = (*offloaded, "--checkpoint-every", "5")
         disk = run_job(folder / "disk", epochs=epochs, kills=kills, seed=2, options=saves, kept=False)
-        options.progress("time of a recovery")
+        _announce("time of a recovery", options)
         times = time_recovery(folder / "times")
     findings = [
         _equality("from memory", memory, whole, kills),
@@ -151,6 +156,12 @@ def run(options: Options) -> Outcome:
         for name, each in (("whole", whole), ("memory", memory), ("checkpoints", disk))
     ]
     return Outcome(findings=findings, data=[*data, {"kind": MEASURED, "run": "times", **times}])
+
+
+def _announce(what: str, options: Options) -> None:
+    options.progress(what)
+    if not options.is_quick:
+        require_quiet(what)
 
 
 def _equality(how: str, found: Run, whole: Run, kills: int) -> Finding:

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from coarse.bench.harness.rendezvous import SessionCommands
-from coarse.bench.harness.worker_pool import WorkerPool
+from coarse.bench.harness.worker_pool import COMMAND_TIMEOUT_S, WorkerPool
+from coarse.bench.pace import Paced, Pacing, keep_pace
 from coarse.client.tensor_group import TensorGroup
 from coarse.machine.partition_table import PartitionTable
 from coarse.profiler.curve import Curve, CurvePoint
@@ -27,7 +28,7 @@ from coarse.profiler.switchover import SwitchOver, compare_crossings, measure_cr
 from coarse.schema import TensorSpec
 from experiments.common import Experiment, Finding, Options, Outcome, main
 from experiments.expectation import PREDICTED, CategoryCheck, Check, Expectation, judge_number
-from experiments.profiles import get_profile, links_of, plan_tables
+from experiments.profiles import get_profile, links_of, measure_lateness, pacing_as_json, plan_tables
 
 MACHINES = ("aws-p3", "sdsc-p100")
 WAYS = (ALL_GATHER, ALL_TO_ALL, RING)
@@ -65,13 +66,30 @@ class Timings:
 # ---- workers ----
 
 
-def time_own_path(machine: str, *, repeats: int, time_dilation: float = TIME_DILATION) -> Timings:
-    """Times the direct all-reduce of a machine's workers for every algorithm and size, one tensor at a time."""
+def time_own_path(machine: str, *, repeats: int, time_dilation: float = TIME_DILATION) -> Paced[Timings]:
+    """Times the direct all-reduce of a machine's workers for every algorithm and size, one tensor at a time.
+
+    The pacing error is the average delay of arrivals as a share of the shortest all-reduce.
+
+    Raises:
+        PaceError: If this host cannot emulate the machine's links in time.
+    """
+    return keep_pace(
+        f"direct all-reduce on {machine}",
+        lambda dilation: _time_own_path(machine, repeats, dilation),
+        time_dilation=time_dilation,
+    )
+
+
+def _time_own_path(machine: str, repeats: int, time_dilation: float) -> Paced[Timings]:
     settings = {"machine": machine, "partition_table": machine, "time_dilation": time_dilation}
     settings |= {"dual_sync": "off", "shard_bytes": _WHOLE_TENSORS}
     num_workers = PartitionTable.load(machine).num_workers
+    timeout_s = COMMAND_TIMEOUT_S * time_dilation / TIME_DILATION
     with WorkerPool("switch-over", OwnPathCommands, num_workers, settings) as pool:
-        seconds = np.array(pool.ask("measure", repeats=repeats)) / time_dilation
+        answers = pool.ask("measure", timeout_s, repeats=repeats)
+    seconds = np.array([of_worker for of_worker, _ in answers]) / time_dilation
+    late_us = answers[0][1]
     # The last worker to push waited for no other: the shortest time of all workers is the links' time.
     fastest_us = np.median(seconds.min(axis=0), axis=0) * 1e6
     curves = {
@@ -80,20 +98,29 @@ def time_own_path(machine: str, *, repeats: int, time_dilation: float = TIME_DIL
         )
         for way, of_way in zip(WAYS, fastest_us.tolist(), strict=True)
     }
-    return Timings(machine=machine, num_workers=num_workers, curves=curves)
+    return Paced(
+        value=Timings(machine=machine, num_workers=num_workers, curves=curves),
+        pacing=Pacing(
+            lateness_us=late_us,
+            error=late_us / float(fastest_us.min()),
+            time_dilation=time_dilation,
+        ),
+    )
 
 
 class OwnPathCommands(SessionCommands):
     """The commands of a worker that times the direct all-reduce."""
 
-    def measure(self, repeats: int) -> list[list[list[float]]]:
-        """Seconds of the host: of each repeat by algorithm and size."""
+    def measure(self, repeats: int) -> tuple[list[list[list[float]]], float]:
+        """Seconds of the host, of each repeat by algorithm and size, and the links' lateness (us)."""
         specs = [
             TensorSpec(name=format_size(n), dtype="float32", num_elements=n // 4, op="mean") for n in SIZES
         ]
         group = self.session.register("tensors", specs)
         assert isinstance(group, TensorGroup)  # the job has several workers
-        return [[self._time_sizes(group, way) for way in WAYS] for _ in range(repeats)]
+        return measure_lateness(
+            self.session, lambda: [[self._time_sizes(group, way) for way in WAYS] for _ in range(repeats)]
+        )
 
     def _time_sizes(self, group: TensorGroup, way: str) -> list[float]:
         group.use_own_path(dict.fromkeys(range(len(SIZES)), way))
@@ -151,13 +178,14 @@ def run(options: Options) -> Outcome:
         profile = get_profile(machine, is_quick=options.is_quick)
         finding, values = compare_proxies(profile, plan_tables(profile))
         findings.append(finding)
-        data.append(values)
+        data.append(values | pacing_as_json(machine, is_quick=options.is_quick))
         options.progress(f"{machine}: the workers' own path")
-        timings = time_own_path(machine, repeats=1 if options.is_quick else REPEATS)
+        paced = time_own_path(machine, repeats=1 if options.is_quick else REPEATS)
+        timings = paced.value
         model = collectives_from_links(links_of(machine)[0])
         more_findings, more_values = compare_ways(timings, model)
         findings += more_findings
-        data += more_values
+        data += [more | paced.pacing.as_json() for more in more_values]
         pictures[f"own-path-{machine}"] = draw_crossings(
             timings.curves, model, whereof=f"{machine}, {timings.num_workers} workers ({EMULATED})"
         )

@@ -65,7 +65,7 @@ def test_tables_are_rewritten_between_their_marks(tmp_path):
 
 def test_a_row_says_whether_it_is_as_expected():
     machine = {"cpu": "some", "cores": 2, "memory_bytes": 2**31}
-    document = {"experiment": "fig99", "figure": "Fig 99", "commit": "abc", "machine": machine}
+    document = {"experiment": "fig99", "figure": "Fig 99", "commit": "abc", "machine": machine, "data": []}
     rows = [judged(1.5), judged(3), judged(0.5), finding()]
     lines = common.table_lines([{**document, "findings": [row.as_json() for row in rows]}], is_index=True)
     assert lines[2] == "| [Fig 99](fig99/README.md) | this | 1 to 2 (V-E) | 1.5 | within | emulated |"
@@ -73,6 +73,9 @@ def test_a_row_says_whether_it_is_as_expected():
     assert "| **differs**: lower |" in lines[4]
     assert "| nothing | that |  | emulated |" in lines[5]
     assert lines[-1] == "Of commit abc on some, 2 cores, 2 GiB."
+    data = [{"pacing_error": 0.001}, {"pacing_error": 0.0123}, {}]
+    lines = common.table_lines([{**document, "findings": [], "data": data}])
+    assert lines[-1].endswith(" Largest pacing error: 1.2%.")
 
 
 def test_quick_results_do_not_get_into_the_tables(capsys):

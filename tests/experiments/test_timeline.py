@@ -65,7 +65,7 @@ def test_whole_tensors_are_on_the_link_one_at_a_time():
     task = Task(
         shards=cut([MIB, 2 * MIB], fig09.WHOLE_TENSORS), most_pushing=1, most_pending=1, tables=tables
     )
-    transfers = sorted(fig09.watch(task, time_dilation=20.0), key=lambda transfer: transfer.start_us)
+    transfers = sorted(fig09._watch(task, 20.0).value, key=lambda transfer: transfer.start_us)
     assert [(t.link, t.tensor) for t in transfers] == [("push", 0), ("pull", 0), ("push", 1), ("pull", 1)]
     for push, pull in (transfers[:2], transfers[2:]):
         one_way_us = push.nbytes / 4.68e3  # local, one direction: Fig 8a and III-E

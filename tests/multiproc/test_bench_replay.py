@@ -86,6 +86,23 @@ def test_command_line_says_emulated(tmp_path, capfd):
     (record,) = map(json.loads, records.read_text().splitlines())
     assert record["kind"] == "emulated"
     assert record["system"] == "local"
+    assert 0 <= record["pacing_error"] <= 0.02
+    assert record["lateness_us"] >= 0
+    assert record["time_dilation"] >= 10
+    assert "pacing error" in printed
+
+
+def test_links_faster_than_this_machine_are_refused(tmp_path, capfd):
+    """Time is not dilated but compressed: the host's copies take far longer than the links."""
+    records = tmp_path / "records.jsonl"
+    arguments = ["bench", "replay", "--machine", "aws-p3", "--model", "resnet50", "--workers", "2"]
+    arguments += ["--schemes", "local", "--no-compute", "--steps", "1", "--json", str(records)]
+    assert main([*arguments, "--time-dilation", "0.01"]) == 1
+    printed = capfd.readouterr()
+    assert "PaceError: local on aws-p3: this machine cannot emulate the links in time" in printed.err
+    assert "with time dilated 0.08 times" in printed.err
+    assert not records.exists()
+    assert "blocked" not in printed.out
 
 
 def test_an_unknown_machine_is_an_error_of_usage(capfd):

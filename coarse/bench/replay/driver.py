@@ -8,8 +8,9 @@ seconds: real time divided by the time dilation.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -18,12 +19,17 @@ import numpy as np
 from coarse.bench.harness.commands import WorkerJob
 from coarse.bench.harness.rendezvous import join_session
 from coarse.bench.harness.worker_pool import Progress, WorkerPool, time_for
+from coarse.bench.pace import Paced, Pacing, keep_pace, lateness_us
 from coarse.bench.replay.trace import ComputeTrace, compute_until
 from coarse.bench.timing import Timing, slowest_worker
+from coarse.client.pacing import PacingReport
 from coarse.settings import Settings
 from coarse.tuning.first_steps import TIMED_STEPS
 
 _WHOLE_TENSORS = 1 << 32
+
+_LEAST_BLOCKED = 0.01
+"""Least share of a step to which the pacing error relates: blocked time below it is as good as none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +107,7 @@ class ReplayPlan:
         has_compute: False omits the computation: every gradient is ready at once, so that the run measures the
             bandwidth of synchronisation.
         machine: The machine whose links are emulated: a name or a file (coarse.machine).
-        time_dilation: Real seconds per emulated second.
+        time_dilation: Real seconds per emulated second; more for a scheme whose links could not keep pace.
         memory_devices: Number of memory devices; 0 for one per worker.
         steps: Timed steps in each round, after one uncounted step.
         rounds: Turns of each scheme.
@@ -149,6 +155,9 @@ class ReplayResult:
     decisions: tuple[str, ...]
     """Decisions of each worker's session: its routes, shard size and dual synchronisation, in words."""
 
+    pacing: Pacing
+    """How exactly its links were paced; of several rounds the worst. Its time dilation may exceed the plan's."""
+
     @property
     def blocked_us(self) -> float:
         """The step's wait for its gradients: the median step minus the computation."""
@@ -170,7 +179,7 @@ class ReplayResult:
             **asdict(self.step),
             "algbw_gbytes_per_s": self.sync_gbytes_per_s,
             "emulated_machine": plan.machine,
-            "time_dilation": plan.time_dilation,
+            **self.pacing.as_json(),
             "model": trace.model,
             "batch": trace.batch,
             "compute_us": plan.compute_s * 1e6,
@@ -229,6 +238,10 @@ class ReplayCommands:
         self._step()
         return [self._step() for _ in range(steps)]
 
+    def pacing(self) -> dict[str, Any]:
+        """The fields of the session's PacingReport."""
+        return asdict(self._session.pacing())
+
     def close(self) -> None:
         self._session.close()
 
@@ -260,29 +273,62 @@ def num_progress_steps(plan: ReplayPlan) -> int:
 def run_replay(plan: ReplayPlan, progress: Progress = lambda _: None) -> tuple[ReplayResult, ...]:
     """Verifies and times the schemes, each alone on the machine, because emulated links need its processors.
 
+    A scheme whose links do not keep pace is timed again with more time dilation (coarse.bench.pace).
+
     Raises:
+        PaceError: If the links of a scheme do not keep pace with the largest dilation either.
         CoarseError: If a worker dies or answers too late, or a result is wrong.
     """
-    seconds: dict[str, list[np.ndarray[Any, np.dtype[np.float64]]]] = {scheme: [] for scheme in plan.schemes}
-    decisions: dict[str, tuple[str, ...]] = {}
+    turns: dict[str, list[Paced[_Turn]]] = {scheme: [] for scheme in plan.schemes}
     for turn in range(plan.rounds):
         for scheme in plan.schemes:
             progress(f"{scheme}  round {turn + 1} of {plan.rounds}")
-            with _pool(plan, scheme) as pool:
-                decisions[scheme] = tuple(line for answer in pool.ask("verify") for line in answer)
-                seconds[scheme].append(
-                    slowest_worker(
-                        pool.ask("run", time_for(plan.steps, stretch=plan.time_dilation), steps=plan.steps)
-                    )
+            turns[scheme].append(
+                keep_pace(
+                    f"{scheme} on {plan.machine}",
+                    partial(_take_turn, plan, scheme),
+                    time_dilation=plan.time_dilation,
                 )
-    return tuple(
-        ReplayResult(
-            scheme=scheme,
-            plan=plan,
-            step=Timing.from_seconds(np.concatenate(seconds[scheme])),
-            decisions=decisions[scheme],
+            )
+    return tuple(_result(plan, scheme, turns[scheme]) for scheme in plan.schemes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Turn:
+    """Seconds of each step of the slowest worker, in emulated time, and the decisions of all workers."""
+
+    seconds: np.ndarray[Any, np.dtype[np.float64]]
+    decisions: tuple[str, ...]
+
+
+def _take_turn(plan: ReplayPlan, scheme: str, time_dilation: float) -> Paced[_Turn]:
+    plan = replace(plan, time_dilation=time_dilation)
+    with _pool(plan, scheme) as pool:
+        decisions = tuple(line for answer in pool.ask("verify") for line in answer)
+        before = PacingReport(**pool.ask("pacing")[0])
+        seconds = slowest_worker(
+            pool.ask("run", time_for(plan.steps, stretch=plan.time_dilation), steps=plan.steps)
         )
-        for scheme in plan.schemes
+        late_us = lateness_us(before, PacingReport(**pool.ask("pacing")[0]), plan.time_dilation)
+    step_s = float(np.median(seconds))
+    measured_s = max(step_s - plan.compute_s, _LEAST_BLOCKED * step_s)
+    return Paced(
+        value=_Turn(seconds=seconds, decisions=decisions),
+        pacing=Pacing(
+            lateness_us=late_us, error=late_us * 1e-6 / measured_s, time_dilation=plan.time_dilation
+        ),
+    )
+
+
+def _result(plan: ReplayPlan, scheme: str, turns: Sequence[Paced[_Turn]]) -> ReplayResult:
+    pacings = [turn.pacing for turn in turns]
+    worst = max(pacings, key=lambda pacing: pacing.error)
+    return ReplayResult(
+        scheme=scheme,
+        plan=plan,
+        step=Timing.from_seconds(np.concatenate([turn.value.seconds for turn in turns])),
+        decisions=turns[-1].value.decisions,
+        pacing=replace(worst, time_dilation=max(pacing.time_dilation for pacing in pacings)),
     )
 
 
