@@ -2,6 +2,9 @@
 
 python -m experiments                                        # all except ON_DEMAND
 python -m experiments fig15_routing --quick --results /some/folder
+
+Experiments with results of this commit and machine are not run again, so that a second call goes on where the first
+one ended.
 """
 
 from __future__ import annotations
@@ -9,12 +12,12 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+import traceback
 from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
 
 from coarse.cli.arguments import folder_to_write
-from experiments.common import Experiment, Options, run_experiment, write_tables
+from coarse.errors import CoarseError
+from experiments.common import Experiment, Options, is_finished, run_experiment, write_tables
 from experiments.fig08_bandwidth_matrix.run import EXPERIMENT as FIG08
 from experiments.fig09_timeline.run import EXPERIMENT as FIG09
 from experiments.fig10_deadlock.run import EXPERIMENT as FIG10
@@ -31,9 +34,34 @@ ON_DEMAND = (FIG16, RECOVERY)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the experiments. Prints results that differ from the paper; they are not failures."""
+    """Runs the experiments, each also if another one has failed.
+
+    Returns:
+        0, or 1 if an experiment failed. Results that differ from the paper are not failures.
+    """
+    every = (*EXPERIMENTS, *ON_DEMAND)
+    arguments = _parse(argv)
+    names = arguments.names or [experiment.name for experiment in EXPERIMENTS]
+    chosen = [each for each in every if each.name in names]
+    failures = {}
+    for each in chosen:
+        options = _options(each, arguments)
+        if not arguments.again and is_finished(each, options):
+            print(f"{each.figure}: {each.name} is finished at this commit; --again runs it once more")
+            continue
+        if error := _run(each, options):
+            failures[each.name] = error
+    if arguments.results is None:
+        write_tables([each for each in chosen if each.name not in failures])
+    for name, error in failures.items():
+        print(f"FAILED: {name}: {error}", file=sys.stderr)
+    print(f"{len(chosen) - len(failures)} of {len(chosen)} experiments have results")
+    return 1 if failures else 0
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     by_default = [experiment.name for experiment in EXPERIMENTS]
-    names = [experiment.name for experiment in (*EXPERIMENTS, *ON_DEMAND)]
+    names = [*by_default, *(experiment.name for experiment in ON_DEMAND)]
     parser = argparse.ArgumentParser(
         prog="python -m experiments", description="Runs the paper's experiments."
     )
@@ -45,6 +73,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--quick", action="store_true", help="fewer repeats, to see that they work")
     parser.add_argument(
+        "--again", action="store_true", help="run also those that are finished at this commit"
+    )
+    parser.add_argument(
         "--results", type=folder_to_write, metavar="FOLDER", help="write results below it, no tables"
     )
     arguments = parser.parse_args(argv)
@@ -53,28 +84,35 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"no experiment is named {', '.join(unknown)}; there are {', '.join(names)}")
     if arguments.quick and arguments.results is None:
         parser.error("the results in the tables are of full runs; say with --results FOLDER where these go")
-    chosen = [each for each in (*EXPERIMENTS, *ON_DEMAND) if each.name in (arguments.names or by_default)]
-    for each in chosen:
-        _run(each, arguments.quick, arguments.results)
-    if arguments.results is None:
-        write_tables(chosen)
-    return 0
+    return arguments
 
 
-def _run(experiment: Experiment, is_quick: bool, results: Path | None) -> None:
-    """Runs one experiment. Prints a line at its start, at its end, and for each deviation from the paper."""
+def _options(experiment: Experiment, arguments: argparse.Namespace) -> Options:
+    results = None if arguments.results is None else arguments.results / experiment.name
+    return Options(is_quick=arguments.quick, progress=_say, results=results)
+
+
+def _run(experiment: Experiment, options: Options) -> str:
+    """Runs one experiment. Prints a line at its start, at its end, and for each deviation from the paper.
+
+    Returns:
+        The error if it failed; "" otherwise.
+    """
     print(f"{experiment.figure}: {experiment.name}", flush=True)
-    options = Options(is_quick=is_quick, progress=_say)
-    if results is not None:
-        options = replace(options, results=results / experiment.name)
     begin = time.monotonic()
-    outcome = run_experiment(experiment, options)
+    try:
+        outcome = run_experiment(experiment, options)
+    except Exception as error:
+        if not isinstance(error, CoarseError):  # their messages say everything
+            traceback.print_exc()
+        return f"{type(error).__name__}: {error}"
     compared = [finding for finding in outcome.findings if finding.checks]
     for finding in compared:
         if finding.deviations:
             _say(f"DIFFERS: {finding.ran}: expected {finding.expected}, got {finding.found}")
     num_within = sum(not finding.deviations for finding in compared)
     _say(f"{time.monotonic() - begin:.1f} s, {num_within} of {len(compared)} within what is expected")
+    return ""
 
 
 def _say(text: str) -> None:

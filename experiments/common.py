@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from matplotlib.figure import Figure
 
 from coarse.bench.provenance import Provenance
 from coarse.cli.arguments import folder_to_write
+from coarse.errors import CoarseError
 from coarse.profiler.figures import save_figure
 from coarse.profiler.profile import PROFILE_KINDS
 from experiments.expectation import WITHIN, Check, check_as_json, check_from_json
@@ -29,6 +32,7 @@ DIFFERS = "differs"
 """Verdict of a row with a check that is not WITHIN; the experiment's README gives the reason."""
 
 TABLE_BEGIN, TABLE_END = "<!-- results -->", "<!-- end of results -->"
+_DIRTY = "-dirty"  # the end of a commit with uncommitted changes
 _TABLE_HEAD = "| figure | what is run here | expected | what came out | verdict | kind |"
 
 
@@ -162,16 +166,26 @@ class Experiment:
 
 @cache
 def provenance() -> Provenance:
-    """Commit and machine, read before the first results are written, because results make the checkout dirty."""
-    return Provenance.here()
+    """Commit and machine. Changes of results and READMEs, which experiments write, do not make the commit dirty."""
+    here = Provenance.here()
+    clean = here.commit.removesuffix(_DIRTY)
+    return here if clean == here.commit or _has_changed_code() else replace(here, commit=clean)
+
+
+def _has_changed_code() -> bool:
+    written = (":!experiments/README.md", ":!experiments/*/README.md", ":!experiments/*/results/*")
+    command = ["git", "diff", "--quiet", "HEAD", "--", ":/", *written]
+    return subprocess.run(command, cwd=FOLDER.parent, check=False).returncode != 0
 
 
 def run_experiment(experiment: Experiment, options: Options) -> Outcome:
-    """Runs an experiment and writes results.json and the pictures."""
+    """Runs an experiment and writes results.json and the pictures; a run that fails leaves earlier ones."""
     provenance()
     outcome = experiment.run(options)
     results = options.results or experiment.folder / "results"
     results.mkdir(parents=True, exist_ok=True)
+    for name, figure in outcome.pictures.items():
+        save_figure(figure, results / name)
     document = {
         "experiment": experiment.name,
         "figure": experiment.figure,
@@ -180,16 +194,32 @@ def run_experiment(experiment: Experiment, options: Options) -> Outcome:
         "findings": [finding.as_json() for finding in outcome.findings],
         "data": list(outcome.data),
     }
-    (results / "results.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    for name, figure in outcome.pictures.items():
-        save_figure(figure, results / name)
+    _results_file(experiment, options).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return outcome
 
 
+def is_finished(experiment: Experiment, options: Options) -> bool:
+    """Whether there are results of the same commit, machine and kind of run. Uncommitted code is never the same."""
+    try:
+        document = json.loads(_results_file(experiment, options).read_text(encoding="utf-8"))
+    except (FileNotFoundError, json.JSONDecodeError):
+        return False
+    here = {"is_quick": options.is_quick, **asdict(provenance())}
+    return not provenance().commit.endswith(_DIRTY) and here == {name: document.get(name) for name in here}
+
+
+def _results_file(experiment: Experiment, options: Options) -> Path:
+    return (options.results or experiment.folder / "results") / "results.json"
+
+
 def main(experiment: Experiment, argv: Sequence[str] | None = None) -> int:
-    """The command line of one experiment. A result that differs from the paper is not a failure."""
+    """The command line of one experiment. A result that differs from the paper is not a failure; no result is one."""
     options = parse_options(argv, prog=f"python -m experiments.{experiment.name}.run")
-    outcome = run_experiment(experiment, options)
+    try:
+        outcome = run_experiment(experiment, options)
+    except CoarseError as error:
+        print(f"{experiment.name}: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
     for finding in outcome.findings:
         print(" | ".join(finding.cells()))
     if options.results is None:
