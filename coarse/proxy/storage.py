@@ -1,4 +1,4 @@
-"""Parameter storage of a memory device: a key-value table, tensor id to value and version (paper, section III-D)."""
+"""Parameter storage of a memory device: a key-value table, tensor id to value and version (paper, section IV-B)."""
 
 from __future__ import annotations
 

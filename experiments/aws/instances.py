@@ -31,7 +31,7 @@ class Instance:
     note: str
 
 
-_PAPER_BATCHES = MappingProxyType({"resnet50": 64, "bert-large": 2})  # V-B
+_PAPER_BATCHES = MappingProxyType({"resnet50": 64, "bert-large": 2})  # V-D
 
 INSTANCES: Mapping[str, Instance] = MappingProxyType(
     {

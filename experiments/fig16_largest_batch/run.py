@@ -1,7 +1,7 @@
 """Figure 16(e): the largest batch that fits in limited memory, and the training speed with it.
 
-On one node the paper's AllReduce has memory for a batch of 2. COARSE has memory for a batch of 4, because its
-parameters and optimizer are elsewhere (V-D). Here all processes of a job, including launcher and memory devices,
+On one node the paper's AllReduce has memory for a batch of 2, and COARSE for one of 4 (V-D); its memory devices store
+the parameters (III-D). Here all processes of a job, including launcher and memory devices,
 share a control group with a memory limit from their start.
 """
 

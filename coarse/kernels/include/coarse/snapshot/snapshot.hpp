@@ -12,7 +12,7 @@
 #include "coarse/shared_memory/shared_memory.hpp"
 #include "coarse/snapshot/snapshot_pool.hpp"
 
-/// Copy-on-write snapshots of memory that is updated in place (docs/design/storage.md; paper, section III-D).
+/// Copy-on-write snapshots of memory that is updated in place (docs/design/storage.md; paper, section IV-A).
 namespace coarse {
 
 /// Maximum number of snapshots held at a time.
