@@ -58,7 +58,7 @@ def get_profile(machine: str, *, is_quick: bool = False) -> Profile:
         ValueError: If the machine or its table does not exist.
     """
     if machine == HOST:
-        return _measure(2, {"memory_devices": 2}, _hurried(HOST_PLAN, is_quick))[0]
+        return measure(2, {"memory_devices": 2}, hurried(HOST_PLAN, is_quick))[0]
     return get_paced_profile(machine, is_quick=is_quick).value
 
 
@@ -67,7 +67,7 @@ def get_paced_profile(machine: str, *, is_quick: bool = False) -> Paced[Profile]
     """As get_profile(), for another machine than the host, with the pacing of its measurement."""
     return keep_pace(
         f"profile of {machine}",
-        lambda dilation: _emulate(machine, _hurried(EMULATED_PLAN, is_quick), dilation),
+        lambda dilation: _emulate(machine, hurried(EMULATED_PLAN, is_quick), dilation),
         time_dilation=TIME_DILATION,
         most_error=MOST_ERROR,
     )
@@ -81,7 +81,7 @@ def pacing_as_json(machine: str, *, is_quick: bool = False) -> dict[str, float]:
 def _emulate(machine: str, plan: MeasurePlan, time_dilation: float) -> Paced[Profile]:
     settings = {"machine": machine, "partition_table": machine, "time_dilation": time_dilation}
     stretched = replace(plan, budget_s=plan.budget_s * time_dilation / TIME_DILATION)
-    profile, late_us = _measure(PartitionTable.load(machine).num_workers, settings, stretched)
+    profile, late_us = measure(PartitionTable.load(machine).num_workers, settings, stretched)
     error = late_us / _shortest_latency_us(machine)
     return Paced(value=profile, pacing=Pacing(lateness_us=late_us, error=error, time_dilation=time_dilation))
 
@@ -95,11 +95,12 @@ def _shortest_latency_us(machine: str) -> float:
     )
 
 
-def _hurried(plan: MeasurePlan, is_quick: bool) -> MeasurePlan:
+def hurried(plan: MeasurePlan, is_quick: bool) -> MeasurePlan:
+    """The plan, or one that measures each path and size only once."""
     return replace(plan, budget_s=0.0) if is_quick else plan
 
 
-def _measure(num_workers: int, settings: dict[str, Any], plan: MeasurePlan) -> tuple[Profile, float]:
+def measure(num_workers: int, settings: dict[str, Any], plan: MeasurePlan) -> tuple[Profile, float]:
     """The profile, and the average delay of arrivals in the machine's microseconds; 0 for the host's links."""
     limit_s = _LIMIT_S * settings.get("time_dilation", TIME_DILATION) / TIME_DILATION
     with WorkerPool("profile", ProfileCommands, num_workers, settings) as pool:

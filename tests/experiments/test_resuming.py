@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from coarse.bench.record import Machine, Provenance
+from coarse.bench.provenance import Machine, Provenance
 from experiments import __main__ as command
 from experiments import common
 from experiments.common import Experiment, Finding, Outcome

@@ -75,12 +75,12 @@ SCHEMES: Mapping[str, Scheme] = MappingProxyType(
             what="whole tensors, first in first out",
         ),
         "dense": Scheme(
-            settings={"dense": "17,4", "memory_devices": "1", "dual_sync": "off"},
+            settings={"dense": "17,4", "memory_devices": "1", "partition_table": "", "dual_sync": "off"},
             is_pipelined=True,
             what="DENSE: one memory device, by loads and stores through CCI",
         ),
         "dense-least": Scheme(
-            settings={"dense": "9,1.25", "memory_devices": "1", "dual_sync": "off"},
+            settings={"dense": "9,1.25", "memory_devices": "1", "partition_table": "", "dual_sync": "off"},
             is_pipelined=True,
             what="DENSE with the smallest slow-down that the paper gives",
         ),
@@ -109,6 +109,7 @@ class ReplayPlan:
         machine: The machine whose links are emulated: a name or a file (coarse.machine).
         time_dilation: Real seconds per emulated second; more for a scheme whose links could not keep pace.
         memory_devices: Number of memory devices; 0 for one per worker.
+        partition_table: Table that assigns GPUs to roles, instead of a number; "" for none.
         steps: Timed steps in each round, after one uncounted step.
         rounds: Turns of each scheme.
 
@@ -123,6 +124,7 @@ class ReplayPlan:
     has_compute: bool = True
     time_dilation: float = 1.0
     memory_devices: int = 0
+    partition_table: str = ""
     steps: int = 3
     rounds: int = 1
 
@@ -231,7 +233,7 @@ class ReplayCommands:
         return decisions
 
     def _learning_steps(self) -> int:
-        return 0 if self._scheme.settings["dual_sync"] == "off" else 1 + TIMED_STEPS
+        return 1 + TIMED_STEPS if self._scheme.settings["dual_sync"] == "auto" else 0
 
     def run(self, steps: int) -> list[float]:
         """Takes `steps` steps after one uncounted step; returns the emulated seconds of each."""
@@ -338,6 +340,7 @@ def _pool(plan: ReplayPlan, scheme: str) -> WorkerPool:
         "has_compute": plan.has_compute,
         "machine": plan.machine,
         "time_dilation": plan.time_dilation,
-        "memory_devices": str(plan.memory_devices),
+        "memory_devices": "0" if plan.partition_table else str(plan.memory_devices),
+        "partition_table": plan.partition_table,
     }
     return WorkerPool(scheme, ReplayCommands, plan.num_workers, options)

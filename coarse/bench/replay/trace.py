@@ -10,7 +10,7 @@ import functools
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
 from types import MappingProxyType
 from typing import Any
@@ -108,13 +108,30 @@ class ComputeTrace:
         Layers keep their shares of the time. The result is an estimate; mark it as such wherever it is shown.
         """
         factor = self.flops / (tflops * 1e12) / (self.forward_s + self.backward_s)
-        return ComputeTrace(
-            **{
-                **{name: getattr(self, name) for name in ("model", "batch", "sequence", "flops", "events")},
-                "forward_s": self.forward_s * factor,
-                "backward_s": self.backward_s * factor,
-                "source": source,
-            }
+        return replace(
+            self, forward_s=self.forward_s * factor, backward_s=self.backward_s * factor, source=source
+        )
+
+    def with_batch(self, batch: int) -> ComputeTrace:
+        """The same step with another batch: operations and durations grow with it, and layers keep their shares.
+
+        An estimate; mark it as such wherever it is shown.
+
+        Raises:
+            ValueError: If `batch` is below 1.
+        """
+        if batch < 1:
+            raise ValueError(f"a batch of {batch} samples")
+        factor = batch / self.batch
+        return replace(
+            self,
+            batch=batch,
+            forward_s=self.forward_s * factor,
+            backward_s=self.backward_s * factor,
+            flops=self.flops * factor,
+            source=self.source
+            if batch == self.batch
+            else f"{self.source}, scaled from a batch of {self.batch}",
         )
 
     def to_json(self) -> str:

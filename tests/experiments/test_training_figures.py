@@ -1,0 +1,131 @@
+"""Figures 2, 3, 13 and 16: a result like the paper's is within, any other differs; ranges are the assumptions'."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from planning import key_of, profile_of
+
+from experiments.common import DIFFERS, WITHIN
+from experiments.expectation import HIGHER, LOWER, OTHER
+from experiments.fig02_communication_share import run as fig02
+from experiments.fig13_cci_bandwidth import run as fig13
+from experiments.fig16_training_time import run as fig16
+from experiments.replays import COARSE, DENSE, LEAST_DENSE, SHARES, Case, over_shares
+
+# ---- Figures 3 and 13 ----
+
+
+def profile(gbytes_per_s):
+    return profile_of(key_of(machine="aws-p3"), local=(0, gbytes_per_s), remote=(0, gbytes_per_s))
+
+
+@pytest.mark.parametrize(
+    ("slower", "verdicts"), [(17, (WITHIN, HIGHER)), (4, (LOWER, WITHIN)), (1, (LOWER, LOWER))]
+)
+def test_loads_and_stores_have_to_be_slower_by_the_papers_ratios(slower, verdicts):
+    finding = fig13.compare(profile(8), profile(8 / slower))
+    assert tuple(check.verdict for check in finding.checks) == verdicts
+    assert finding.verdict == DIFFERS
+
+
+def test_the_model_is_drawn_and_kept_as_simulated():
+    assert {values["kind"] for values in fig13._model_as_json()} == {"simulated"}
+    assert fig13.draw().axes
+
+
+# ---- Figure 16 ----
+
+
+def steps(*, coarse, peer=20.0, dense=100.0, least=100.0, share=0.5):
+    by_scheme = {COARSE: coarse, fig16.ALL_REDUCE: peer, DENSE: dense, LEAST_DENSE: least}
+    return fig16.Steps(share=share, by_scheme=by_scheme)
+
+
+PANEL_C = next(panel for panel in fig16.PANELS if panel.letter == "c")
+
+
+@pytest.mark.parametrize(("speedup", "verdict"), [(3.4, WITHIN), (3.0, LOWER), (5.0, HIGHER)])
+def test_the_speedup_over_dense_has_to_be_the_papers(speedup, verdict):
+    finding = fig16.compare(PANEL_C, [steps(coarse=100 / speedup)])
+    assert finding.checks[0].verdict == verdict
+    assert finding.kind == "emulated"
+
+
+def test_the_range_is_that_of_the_assumed_speeds_and_of_both_slow_downs():
+    (check,) = fig16.compare(
+        PANEL_C,
+        [steps(coarse=40), steps(coarse=30, least=60), steps(coarse=25)],
+    ).checks
+    assert (check.measured.low, check.measured.value, check.measured.high) == pytest.approx((2, 100 / 30, 4))
+
+
+@pytest.mark.parametrize(("large_ms", "verdict"), [(27, WITHIN), (40, LOWER), (20, HIGHER)])
+def test_a_larger_batch_on_one_node_has_to_pay_as_in_the_paper(large_ms, verdict):
+    finding = fig16.compare_one_node([steps(coarse=1, peer=20)], [steps(coarse=large_ms)])
+    assert finding.checks[0].verdict == verdict
+
+
+def test_cases_say_which_job_they_are():
+    case = Case("aws-p3", "bert-large", 4, "aws-p3-2to1")
+    assert str(case) == "bert-large, batch 4, aws-p3, 4:2"
+    fast, slow = case.trace(0.7), case.trace(0.35)
+    assert slow.forward_s == pytest.approx(2 * fast.forward_s)
+    assert slow.flops == pytest.approx(2 * Case("aws-p3", "bert-large", 2).trace(0.7).flops)
+    assert "assumed: 70% of the peak of a V100" in fast.source
+
+
+def test_the_value_is_that_of_the_middle_speed():
+    measured = over_shares([3.0, 1.0, 2.0])
+    assert (measured.low, measured.value, measured.high) == (1, 1, 3)
+    assert sorted(SHARES) == list(SHARES)
+
+
+# ---- Figure 2 ----
+
+
+def shares(model, steps_ms, all_reduce_ms=380.0):
+    return [
+        fig02.Share(
+            model=model,
+            gpus=gpus,
+            step_ms=step_ms,
+            compute_ms=100.0,
+            all_reduce_ms=all_reduce_ms if gpus == 4 else None,
+        )
+        for gpus, step_ms in zip(fig02.GPU_COUNTS, steps_ms, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("steps_ms", "all_reduce_ms", "verdicts"),
+    [
+        ((200, 300, 500), 380, (WITHIN, WITHIN)),
+        ((200, 300, 500), 100, (LOWER, WITHIN)),
+        ((200, 300, 500), 480, (HIGHER, WITHIN)),
+        ((200, 300, 200), 152, (WITHIN, OTHER)),
+        ((500, 500, 500), 380, (WITHIN, OTHER)),
+    ],
+)
+def test_communication_has_to_grow_to_the_papers_share(steps_ms, all_reduce_ms, verdicts):
+    finding = fig02.compare_growth(shares("vgg16", steps_ms, all_reduce_ms))
+    assert tuple(check.verdict for check in finding.checks) == verdicts
+
+
+def test_one_model_that_does_not_grow_is_enough():
+    finding = fig02.compare_growth([*shares("vgg16", (200, 300, 500)), *shares("alexnet", (300, 200, 310))])
+    assert finding.checks[1].verdict == OTHER
+    assert "alexnet does not" in finding.found
+
+
+@pytest.mark.parametrize(("all_reduce_ms", "verdict"), [(380, WITHIN), (0.1, DIFFERS)])
+def test_all_reduce_has_to_take_longer_than_copies_of_inputs(all_reduce_ms, verdict):
+    finding = fig02.compare_operations(shares("vgg16", (200, 300, 500), all_reduce_ms))
+    assert finding.verdict == verdict
+
+
+def test_a_step_is_never_more_communication_than_itself():
+    (share,) = [each for each in shares("vgg16", (200, 300, 310), 400.0) if each.gpus == 4]
+    assert share.busy_percent == 100
+    assert replace(share, all_reduce_ms=31.0).busy_percent == pytest.approx(10)
