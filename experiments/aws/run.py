@@ -1,97 +1,41 @@
 """The paper's training runs on a rented machine: ResNet-50 and BERT, COARSE against AllReduce (section V, Fig 16).
 
-    python -m experiments.aws.run --instance p3.16xlarge --results results
+    python -m experiments.aws.run --instance g5.12xlarge --plan
+    python -m experiments.aws.run --instance g5.12xlarge --results results
 
-Runs every model under every installed system, one after the other, prints a table, and appends the figures to
-RESULTS/runs.jsonl. `--instance cpu` does the same with small models on any machine. With several instances
-(Figure 16f), run the same command on each one with its own node rank:
+Runs every model and batch under every installed system, one after the other, prints a table, and appends the figures
+to RESULTS/runs.jsonl. `--plan` prints all of that, with its expected hours, before anything is rented. `--instance
+cpu` does the same with small models on any machine. With several instances (Figure 16f), run the same command on each
+one with its own node rank:
 
-    python -m experiments.aws.run --instance p3.16xlarge --nnodes 2 --node-rank 0 --master-addr 10.0.0.1
+    python -m experiments.aws.run --instance g5.12xlarge --nnodes 2 --node-rank 0 --master-addr 10.0.0.1
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from coarse.bench.harness.launchers import find_program
 from coarse.bench.provenance import Provenance, append_records
 from coarse.kernels import _native
 from coarse.machine.gpu_topology import is_nvlink_disabled
-from coarse.machine.partition_table import PartitionTable
+from experiments.aws.campaign import SYSTEMS, Nodes, Run, command_of, fitting, installed_systems, select
 from experiments.aws.instances import INSTANCES, Instance
+from experiments.aws.plan import Campaign, render
 
-TRAIN = Path(__file__).with_name("train.py")
 ROOT = Path(__file__).resolve().parents[2]
-SYSTEMS = ("none", "ddp", "horovod", "coarse", "coarse-offload")
-"""The systems of experiments.aws.train, in running order."""
 
 _LARGEST_DIFFERENCE = 0.1  # as a share of the parameters' total change: systems round sums differently
 _LIMIT_S = 3600
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """One training run.
-
-    Args:
-        system: As in experiments.aws.train.
-        ratio: Ratio of workers to memory devices; "" for systems without memory devices.
-        memory: The memory devices' kind of memory, "host" or "cuda"; "" for systems without memory devices.
-        model: One of coarse.bench.models.
-        batch: Samples per worker.
-    """
-
-    system: str
-    ratio: str
-    memory: str
-    model: str
-    batch: int
-
-    def __str__(self) -> str:
-        devices = f" {self.ratio} on {self.memory}" if self.ratio else ""
-        return f"{self.model}, batch {self.batch}, {self.system}{devices}"
-
-    @property
-    def log_name(self) -> str:
-        """Name of the file with the run's output."""
-        words = (self.model, self.system, self.ratio.replace(":", "to"), self.memory)
-        return "-".join(filter(None, words)) + ".log"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Nodes:
-    """The instances that train together.
-
-    Args:
-        number: Number of instances.
-        rank: This instance's number, from 0.
-        master_addr: Address of the first instance; "" for a single instance.
-        master_port: The first of a range of ports, one for each run: no run meets the previous one.
-    """
-
-    number: int = 1
-    rank: int = 0
-    master_addr: str = ""
-    master_port: int = 29500
-
-    def flags(self, run: int) -> list[str]:
-        """Flags of `coarse run` for the run with that number."""
-        if self.number == 1:
-            return []
-        return [
-            *("--nnodes", str(self.number), "--node-rank", str(self.rank)),
-            *("--master-addr", self.master_addr, "--master-port", str(self.master_port + run)),
-        ]
+_REFERENCES = ("ddp", "fsdp")
+"""Systems whose parameters the others' must equal: the first that has run."""
 
 
 class RunError(Exception):
@@ -99,21 +43,33 @@ class RunError(Exception):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the selected models and systems; returns 1 if a run failed or its results differ."""
+    """Runs the selected models and systems, or prints the plan; returns 1 if a run failed or its results differ."""
     arguments = _parse(argv)
-    instance: Instance = arguments.found
+    if arguments.plan:
+        described = arguments.campaign.describe()
+        print(json.dumps(described, indent=1) if arguments.json else render(described))
+        return 0
+    return _run_all(arguments)
+
+
+def _run_all(arguments: argparse.Namespace) -> int:
     nodes: Nodes = arguments.nodes
     provenance = Provenance.here()
     done: list[tuple[Run, dict[str, Any]]] = []
     failures = []
-    for number, run in enumerate(
-        plan(instance, arguments.models, arguments.systems or installed_systems(nodes))
-    ):
+    for run, reason in arguments.misfits.items():
+        print(f"{run}: left out, {reason}", file=sys.stderr)
+    for number, run in enumerate(arguments.runs):
         print(f"{run} ...", flush=True)
         try:
-            flags = nodes.flags(number)
-            log = arguments.results / "logs" / run.log_name
-            result = execute(run, instance, flags, warm_up=arguments.warm_up, steps=arguments.steps, log=log)
+            result = execute(
+                run,
+                arguments.found,
+                nodes.flags(number),
+                warm_up=arguments.warm_up,
+                steps=arguments.steps,
+                log=arguments.results / "logs" / run.log_name,
+            )
             if nodes.rank > 0:
                 continue  # only worker 0 has the results, on the first instance
             is_checked = check(run, result, done)
@@ -131,43 +87,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         }
         append_records(arguments.results / "runs.jsonl", [record | {"is_checked": is_checked}], provenance)
         if is_checked is False:
-            print(f"{run}: there is no run of ddp to compare it with", file=sys.stderr)
+            print(f"{run}: there is no run of ddp or fsdp to compare it with", file=sys.stderr)
     if nodes.rank == 0:
+        (arguments.results / "table.md").write_text(table(done) + "\n")
         print(table(done))
     for failure in failures:
         print(f"FAILED: {failure.splitlines()[0]}", file=sys.stderr)
     return 1 if failures else 0
-
-
-def plan(instance: Instance, models: Sequence[str] = (), systems: Sequence[str] = ()) -> Iterator[Run]:
-    """All runs of an instance: each model without communication first, then under each installed system.
-
-    Args:
-        instance: Where they run.
-        models, systems: Only these; all if empty.
-    """
-    for model, batch in instance.batches.items():
-        if models and model not in models:
-            continue
-        for system in systems or installed_systems():
-            for memory, ratio in _placements(system, instance):
-                yield Run(system=system, ratio=ratio, memory=memory, model=model, batch=batch)
-
-
-def _placements(system: str, instance: Instance) -> Iterator[tuple[str, str]]:
-    """Pairs of memory kind and ratio for a system's runs."""
-    if not system.startswith("coarse"):
-        yield "", ""
-        return
-    yield from (("host", ratio) for ratio in instance.devices)
-    yield from (("cuda", ratio) for ratio in instance.tables)
-
-
-def installed_systems(nodes: Nodes = Nodes()) -> tuple[str, ...]:
-    """Systems that can run here. Horovod only if installed, and on one instance: more would need SSH."""
-    is_installed = importlib.util.find_spec("horovod") is not None and find_program("horovodrun") is not None
-    has_horovod = is_installed and nodes.number == 1
-    return tuple(system for system in SYSTEMS if system != "horovod" or has_horovod)
 
 
 def execute(
@@ -204,56 +130,35 @@ def execute(
         return found
 
 
-def command_of(
-    run: Run, instance: Instance, flags: Sequence[str] = (), *, warm_up: int, steps: int, result: Path
-) -> list[str]:
-    """The command that starts all workers of a run on this instance.
-
-    Args:
-        run, instance: The run and its instance.
-        flags: Flags of `coarse run` for several instances.
-        warm_up, steps, result: As in experiments.aws.train.
-    """
-    workers = str(instance.num_workers)
-    script = [
-        str(TRAIN),
-        *("--system", run.system, "--model", run.model, "--batch", str(run.batch)),
-        *("--device", "cuda" if instance.gpus else "cpu"),
-        *(["--gpus", ",".join(map(str, instance.gpus))] if instance.gpus else []),
-        *("--warm-up", str(warm_up), "--steps", str(steps), "--result", str(result)),
-    ]
-    if run.system == "horovod":
-        return [find_program("horovodrun") or "horovodrun", "--gloo", "-np", workers, sys.executable, *script]
-    devices: list[str] = []
-    if run.memory == "cuda":
-        devices = ["--partition-table", str(instance.tables[run.ratio])]
-    elif run.memory == "host":
-        devices = ["--memory-devices", str(instance.devices[run.ratio])]
-    return [sys.executable, "-m", "coarse", "run", *flags, "-n", workers, *devices, *script]
-
-
 def check(run: Run, result: dict[str, Any], done: Sequence[tuple[Run, dict[str, Any]]]) -> bool | None:
-    """Compares the parameters with DDP's. Training without communication is not compared: its parameters differ.
+    """Compares the parameters with DDP's, or with FSDP's where DDP has not run.
+
+    Training without communication is not compared: its parameters differ.
 
     Args:
         run, result: The run to check, and its result.
         done: All earlier runs.
 
     Returns:
-        Whether DDP's result was available; None for runs that are not compared.
+        Whether there was a result to compare with; None for runs that are not compared.
 
     Raises:
         RunError: If the parameters differ.
     """
     if run.system in ("none", "ddp"):
         return None
-    ddp = next((each for other, each in done if (other.system, other.model) == ("ddp", run.model)), None)
-    if ddp is None:
+    of_batch = {
+        other.system: each for other, each in done if (other.model, other.batch) == (run.model, run.batch)
+    }
+    reference = next((of_batch[system] for system in _REFERENCES if system in of_batch), None)
+    if reference is None:
         return False
-    moved = _distance(ddp["before"], ddp["parameters"])
-    apart = _distance(result["parameters"], ddp["parameters"])
+    moved = _distance(reference["before"], reference["parameters"])
+    apart = _distance(result["parameters"], reference["parameters"])
     if not apart <= _LARGEST_DIFFERENCE * moved:  # also true for NaN
-        raise RunError(f"parameters are {apart:.3g} from DDP's, which training has moved by {moved:.3g}")
+        raise RunError(
+            f"parameters are {apart:.3g} from AllReduce's, which training has moved by {moved:.3g}"
+        )
     return True
 
 
@@ -262,19 +167,26 @@ def _distance(ours: Sequence[float], theirs: Sequence[float]) -> float:
 
 
 def table(done: Sequence[tuple[Run, dict[str, Any]]]) -> str:
-    """The results in Markdown. Blocked time is the step's time minus that of the same step without communication."""
+    """The results in Markdown. Blocked time is the step's time minus that of the same step without communication.
+
+    The last column compares samples per second with AllReduce's at its best batch (Figure 16e).
+    """
     lines = [
         "| model | batch | system | workers : devices | memory | step p50, ms | blocked, ms "
-        "| of AllReduce's | to AllReduce |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| of AllReduce's | to AllReduce | samples/s | to AllReduce's best batch |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     steps = {run: median(result["step_ms"]) for run, result in done}
-    peers = {(run.model, run.system): step for run, step in steps.items() if not run.ratio}
+    speeds = {run: 1e3 * result["workers"] * run.batch / steps[run] for run, result in done}
+    peers = {(run.model, run.batch, run.system): step for run, step in steps.items() if not run.ratio}
     for run, step in steps.items():
-        bare, ddp = peers.get((run.model, "none")), peers.get((run.model, "ddp"))
+        bare, ddp = (peers.get((run.model, run.batch, system)) for system in ("none", "ddp"))
         blocked = None if bare is None or run.system == "none" else step - bare
         ddp_blocked = None if bare is None or ddp is None else ddp - bare
         share = blocked / ddp_blocked if blocked is not None and ddp_blocked and ddp_blocked > 0 else None
+        best = max(
+            (speeds[each] for each in steps if (each.model, each.system) == (run.model, "ddp")), default=None
+        )
         cells = [
             run.model,
             str(run.batch),
@@ -285,6 +197,8 @@ def table(done: Sequence[tuple[Run, dict[str, Any]]]) -> str:
             "" if blocked is None else f"{blocked:.1f}",
             "" if share is None else f"{100 * share:.0f} %",
             "" if ddp is None else f"{ddp / step:.2f}x",
+            f"{speeds[run]:.1f}",
+            "" if best is None else f"{speeds[run] / best:.2f}x",
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -304,15 +218,28 @@ def _as_json(run: Run, result: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    names = "; ".join(f"{name}: {instance.note}" for name, instance in INSTANCES.items())
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m experiments.aws.run", description=f"Runs the paper's training. Instances: {names}."
+        prog="python -m experiments.aws.run",
+        description=f"Runs the paper's training. Instances: {', '.join(INSTANCES)}.",
     )
-    parser.add_argument("--instance", choices=sorted(INSTANCES), required=True)
+    parser.add_argument("--instance", required=True, metavar="TYPE")
+    parser.add_argument(
+        "--plan", action="store_true", help="print the campaign with its expected hours; run nothing"
+    )
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument("--results", type=Path, default=Path("runs/aws"), metavar="FOLDER")
     parser.add_argument(
         "--model", action="append", dest="models", default=[], help="only this one; repeatable"
+    )
+    parser.add_argument(
+        "--batch",
+        action="append",
+        dest="batches",
+        type=int,
+        default=[],
+        metavar="N",
+        help="samples per worker; repeatable",
     )
     parser.add_argument(
         "--system",
@@ -322,6 +249,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         choices=SYSTEMS,
         help="only this one; repeatable",
     )
+    parser.add_argument(
+        "--workers", type=int, default=0, metavar="N", help="training processes; default: half of the GPUs"
+    )
     parser.add_argument("--nnodes", type=int, default=1, metavar="N", help="instances that train together")
     parser.add_argument("--node-rank", type=int, default=0, metavar="R", help="which of them this is, from 0")
     parser.add_argument("--master-addr", default="", metavar="HOST", help="address of the first one")
@@ -330,28 +260,69 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--warm-up", type=int, default=5, help="steps that are not timed")
     parser.add_argument("--steps", type=int, default=50, help="steps that are")
+    return parser
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = _parser()
     arguments = parser.parse_args(argv)
+    _check_numbers(parser, arguments)
+    arguments.nodes = _nodes(parser, arguments)
+    try:
+        arguments.found = select(
+            INSTANCES[arguments.instance],
+            workers=arguments.workers,
+            models=arguments.models,
+            batches=arguments.batches,
+        )
+        systems = arguments.systems or ([] if arguments.plan else installed_systems(arguments.nodes))
+        arguments.campaign = _campaign(arguments)
+        arguments.runs, arguments.misfits = fitting(arguments.found, systems or SYSTEMS, arguments.nnodes)
+    except ValueError as error:
+        parser.error(f"--instance {arguments.instance} {error}")
+    if not arguments.plan:
+        _check_machine(parser, arguments)
+    return arguments
+
+
+def _campaign(arguments: argparse.Namespace) -> Campaign:
+    return Campaign(
+        name=arguments.instance,
+        instance=arguments.found,
+        systems=arguments.systems,
+        num_nodes=arguments.nnodes,
+        warm_up=arguments.warm_up,
+        steps=arguments.steps,
+        results=arguments.results,
+    )
+
+
+def _check_numbers(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    if arguments.instance not in INSTANCES:
+        parser.error(f"--instance {arguments.instance} is none of {', '.join(INSTANCES)}")
     if arguments.steps < 1 or arguments.warm_up < 0:
         parser.error("there is nothing to time without --steps of 1 or more, and --warm-up of 0 or more")
-    arguments.nodes = _nodes(parser, arguments)
-    arguments.found = INSTANCES[arguments.instance]
+    if arguments.workers < 0 or min(arguments.batches, default=1) < 1:
+        parser.error("--workers and --batch must be 1 or more")
+    if arguments.json and not arguments.plan:
+        parser.error("--json prints the plan as JSON; add --plan")
+
+
+def _check_machine(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Ends with an error if this machine lacks GPUs, or the results cannot be written."""
     if problem := _missing_gpus(arguments.found):
         parser.error(f"--instance {arguments.instance} {problem}")
-    known = arguments.found.batches
-    if unknown := sorted(set(arguments.models) - set(known)):
-        parser.error(f"--model {unknown[0]}: {arguments.instance} trains {', '.join(known)}")
     try:
         arguments.results.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         parser.error(f"--results {arguments.results}: {error.strerror}")
-    return arguments
 
 
 def _nodes(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Nodes:
     number, rank = arguments.nnodes, arguments.node_rank
     if not 0 <= rank < number:
         parser.error(f"--node-rank {rank} must be from 0 to {number - 1}, for --nnodes {number}")
-    if number > 1 and not arguments.master_addr:
+    if number > 1 and not arguments.master_addr and not arguments.plan:
         parser.error(f"--nnodes {number} needs --master-addr, the address of the instance of --node-rank 0")
     if number > 1 and "horovod" in arguments.systems:
         parser.error("--system horovod runs on one instance: its launcher needs SSH between several")
@@ -367,9 +338,7 @@ def _missing_gpus(instance: Instance) -> str:
     """The GPUs that this machine lacks for the instance; "" if none."""
     if not instance.gpus:
         return ""
-    tables = map(PartitionTable.load, instance.tables.values())
-    memories = {int(device.memory.place) for table in tables for device in table.devices}
-    needed = 1 + max(memories | set(instance.gpus))
+    needed = 2 * instance.num_workers
     if reason := _native.cuda_unavailable_reason():
         return f"needs {needed} GPUs: {reason}"
     found = _native.cuda_num_devices()

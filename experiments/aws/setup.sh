@@ -1,14 +1,18 @@
 #!/usr/bin/env bash
-# Sets up a fresh Ubuntu 22.04 or 24.04 instance for experiments.aws.run: compilers, driver, environment, COARSE.
+# Sets up a fresh Ubuntu 24.04 instance for experiments.aws.run: compilers, driver, environment, COARSE.
 #
-#     experiments/aws/setup.sh            # GPU instance: p3.16xlarge, g4dn.metal
+#     experiments/aws/setup.sh            # an instance with GPUs
 #     experiments/aws/setup.sh --cpu      # any machine, without GPUs
 #     experiments/aws/setup.sh --horovod  # builds Horovod too (some 15 minutes); where there are GPUs it is with NCCL,
 #                                         # for which nvcc and nccl.h must be there
 #     experiments/aws/setup.sh --without-nvlink   # as the paper has it: GPUs with PCIe alone; --with-nvlink again with both
 #
 # Run it in a checkout. It may be run again. A driver that is newly installed needs a reboot, and then another run.
-# V100 (p3) and T4 (g4dn) need PyTorch built for CUDA 12: wheels for CUDA 13 have no code for V100 any more.
+#
+# Every version is pinned: Python packages by constraints.txt, the driver by its branch, Ubuntu's packages by the date of
+# the image (SNAPSHOT, by Ubuntu's snapshot service). The same image gives the same software.
+# Driver 580 is the last for V100 and the first for CUDA 13. V100 (p3) needs PyTorch for CUDA 12: wheels for CUDA 13 have no
+# code for it.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -29,14 +33,24 @@ for flag in "$@"; do
 done
 python=${PYTHON:-python3}
 venv=${VENV:-.venv}
-driver=${DRIVER:-nvidia-driver-570-server}
-torch_index=${TORCH_INDEX:-https://download.pytorch.org/whl/$($cpu_only && echo cpu || echo cu126)}
+driver=${DRIVER:-580}
+constraints=$PWD/experiments/aws/constraints.txt
 
 as_root() { if [[ $(id -u) -eq 0 ]]; then "$@"; else sudo "$@"; fi; }
 
+# The day on which the image was made, which then has no newer packages than the snapshot. "" on other systems than
+# Ubuntu 24.04 and later, whose apt knows no snapshots.
+image_snapshot() {
+    local serial
+    serial=$(sed -n 's/^serial: \([0-9]\{8\}\).*/\1/p' /etc/cloud/build.info 2>/dev/null || true)
+    if [[ -n $serial ]] && apt-get --snapshot=x --version >/dev/null 2>&1; then echo "${serial}T235959Z"; fi
+}
+
 # A fresh instance updates itself while it starts, and whoever installs meanwhile has to wait.
 apt_get() {
-    as_root env DEBIAN_FRONTEND=noninteractive apt-get -qq -o DPkg::Lock::Timeout=600 "$@"
+    local snapshot=()
+    if [[ -n ${SNAPSHOT:=$(image_snapshot)} ]]; then snapshot=(--snapshot "$SNAPSHOT"); fi
+    as_root env DEBIAN_FRONTEND=noninteractive apt-get -qq -o DPkg::Lock::Timeout=600 "${snapshot[@]}" "$@"
 }
 
 install_packages() {
@@ -46,7 +60,7 @@ install_packages() {
         if [[ $attempt = 5 ]]; then exit 1; fi
         sleep 30
     done
-    apt_get install -y --no-install-recommends g++ make cmake git python3-dev python3-venv >/dev/null
+    apt_get install -y --no-install-recommends g++ make cmake git pciutils python3-dev python3-venv >/dev/null
 }
 
 install_driver() {
@@ -56,12 +70,19 @@ install_driver() {
             "to 580, and not the open kernel modules; take an image without a driver" >&2
         exit 1
     fi
-    apt_get install -y "linux-headers-$(uname -r)" "$driver"
+    apt_get install -y "linux-headers-$(uname -r)" "nvidia-driver-$driver-server"
+    if has_nvswitch; then
+        apt_get install -y "nvidia-fabricmanager-$driver"
+        as_root systemctl enable nvidia-fabricmanager
+    fi
     if ! nvidia-smi; then
         echo "setup.sh: the driver is installed; reboot, and run this again" >&2
         exit 3
     fi
 }
+
+# NVSwitch (p4d, p5) is a bridge of NVIDIA. Without the fabric manager CUDA does not start on such machines.
+has_nvswitch() { [[ -n $(lspci -n -d 10de::0680) ]]; }
 
 # The driver reads this when it is loaded, maybe from the initial RAM disk.
 set_nvlink() {
@@ -84,11 +105,23 @@ if sys.argv[1] == "false":
 EOF
 }
 
+# PyTorch for CUDA 12 where a GPU is older than Turing (compute capability 7.5), which CUDA 13 has dropped.
+torch_index() {
+    if $cpu_only; then
+        echo https://download.pytorch.org/whl/cpu
+    elif nvidia-smi --query-gpu=compute_cap --format=csv,noheader | grep -qx '[3-6]\..*\|7\.[0-4]'; then
+        echo https://download.pytorch.org/whl/cu126
+    else
+        echo https://download.pytorch.org/whl/cu130
+    fi
+}
+
 install_python() {
     [[ -x $venv/bin/python ]] || "$python" -m venv "$venv"
-    "$venv/bin/python" -m pip install --quiet --upgrade pip
+    export PIP_CONSTRAINT=$constraints
+    "$venv/bin/python" -m pip install --quiet pip setuptools wheel
     if ! has_torch; then
-        "$venv/bin/python" -m pip install --quiet --force-reinstall torch --index-url "$torch_index"
+        "$venv/bin/python" -m pip install --quiet --force-reinstall torch --index-url "${TORCH_INDEX:-$(torch_index)}"
     fi
     # Editable: whatever starts in the checkout imports the checkout's package, which then has its native module.
     "$venv/bin/python" -m pip install --quiet -e '.[torch,examples,cuda]'
@@ -108,7 +141,6 @@ install_horovod() {
         fi
         environment+=(HOROVOD_GPU_OPERATIONS=NCCL)
     fi
-    "$venv/bin/python" -m pip install --quiet 'setuptools>=70.1' wheel
     env "${environment[@]}" benchmarks/build_horovod.sh ||
         echo "setup.sh: Horovod was not built, and is left out" >&2
 }
@@ -119,5 +151,5 @@ install_python
 if $with_horovod; then install_horovod; fi
 "$venv/bin/coarse" doctor
 if [[ -n $nvlink_disabled ]]; then set_nvlink; fi
-instance=$($cpu_only && echo cpu || echo "p3.16xlarge (or g4dn.metal)")
+instance=$($cpu_only && echo cpu || echo "TYPE, such as g5.12xlarge")
 echo "ready: $venv/bin/python -m experiments.aws.run --instance $instance"

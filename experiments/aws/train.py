@@ -17,12 +17,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from coarse.bench.models import MODELS, Workload, build_workload
 
 LEARNING_RATE = 1e-4
-SYSTEMS = ("coarse", "coarse-offload", "ddp", "horovod", "none")
-"""COARSE; COARSE with the optimizer in the memory devices; two AllReduce systems; no communication."""
+SYSTEMS = ("coarse", "coarse-offload", "ddp", "fsdp", "horovod", "none")
+"""COARSE; COARSE with the optimizer in the memory devices; three AllReduce systems; no communication."""
 
 _SAMPLED_PARAMETERS = 16
 _SAMPLES_PER_PARAMETER = 8
@@ -147,10 +149,28 @@ def _wrap_ddp(module: Any, device: torch.device) -> Any:
     return torch.nn.parallel.DistributedDataParallel(module, device_ids=devices, gradient_as_bucket_view=True)
 
 
+def _wrap_fsdp(module: Any, device: torch.device) -> Any:
+    """FSDP2 as in its documentation: divides the layers of a transformer one by one, then the rest."""
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    mesh = dist.device_mesh.init_device_mesh(device.type, (dist.get_world_size(),))
+    _broadcast(module)
+    for layers in [each for each in module.modules() if isinstance(each, torch.nn.ModuleList)]:
+        for layer in layers:
+            fully_shard(layer, mesh=mesh)
+    return fully_shard(module, mesh=mesh)
+
+
+def _broadcast(module: Any) -> None:
+    """Gives every worker worker 0's parameters and buffers, as the other wrappers do."""
+    for value in (*module.parameters(), *module.buffers()):
+        dist.broadcast(value.detach(), src=0)
+
+
 _WRAPPERS: dict[str, Callable[[Any, torch.device], Any]] = {
     "coarse": _wrap_coarse,
     "coarse-offload": _wrap_coarse,
     "ddp": _wrap_ddp,
+    "fsdp": _wrap_fsdp,
     "horovod": lambda module, device: module,
     "none": lambda module, device: module,
 }
@@ -183,12 +203,21 @@ def _now_s(device: torch.device) -> float:
 
 
 def _sample(module: Any) -> list[float]:
-    """Evenly spaced elements of some parameters: equal in all systems that average, except for rounding."""
-    parameters = [parameter.detach().reshape(-1) for parameter in module.parameters()]
-    chosen = parameters[:: max(1, len(parameters) // _SAMPLED_PARAMETERS)]
+    """Evenly spaced elements of some parameters: equal in all systems that average, except for rounding.
+
+    Every worker must call it, because FSDP's parameters are divided among them.
+    """
+    parameters = [parameter.detach() for parameter in module.parameters()]
+    chosen = [
+        _whole(each).reshape(-1) for each in parameters[:: max(1, len(parameters) // _SAMPLED_PARAMETERS)]
+    ]
     return [
         value for flat in chosen for value in flat[:: max(1, flat.numel() // _SAMPLES_PER_PARAMETER)].tolist()
     ]
+
+
+def _whole(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
 if __name__ == "__main__":

@@ -10,22 +10,29 @@ import sys
 
 import pytest
 
-from coarse.machine.partition_table import PartitionTable
+from experiments.aws.campaign import TRAIN, Nodes, Run, command_of, plan, table_of
 from experiments.aws.instances import INSTANCES
-from experiments.aws.run import TRAIN, Nodes, Run, RunError, check, command_of, main, plan, table
+from experiments.aws.run import RunError, check, main, table
 
-P3, CPU = INSTANCES["p3.16xlarge"], INSTANCES["cpu"]
+P3, G5, CPU = INSTANCES["p3.16xlarge"], INSTANCES["g5.48xlarge"], INSTANCES["cpu"]
 
 
 def result(*, moved=1.0, step_ms=10.0, error=0.0):
-    return {"before": [0.0, 0.0], "parameters": [moved + error, -moved], "step_ms": [step_ms] * 3}
+    parameters = {"before": [0.0, 0.0], "parameters": [moved + error, -moved]}
+    return {**parameters, "step_ms": [step_ms] * 3, "workers": 2}
 
 
-def test_both_models_have_the_papers_batches_and_every_ratio():
-    runs = list(plan(P3, systems=("ddp", "coarse", "coarse-offload")))
+def test_every_batch_of_both_models_runs_at_every_ratio():
+    runs = list(plan(P3, ("ddp", "coarse", "coarse-offload")))
     assert runs == [
         Run(system=system, ratio=ratio, memory=memory, model=model, batch=batch)
-        for model, batch in (("resnet50", 64), ("bert-large", 2))
+        for model, batch in (
+            ("resnet50", 64),
+            ("resnet50", 128),
+            ("bert-large", 2),
+            ("bert-large", 4),
+            ("bert-large", 8),
+        )
         for system, ratio, memory in (
             ("ddp", "", ""),
             ("coarse", "1:1", "host"),
@@ -40,28 +47,50 @@ def test_both_models_have_the_papers_batches_and_every_ratio():
     ]
 
 
-@pytest.mark.parametrize("name", sorted(INSTANCES))
-def test_tables_fit_the_instance(name):
+@pytest.mark.parametrize("name", sorted(set(INSTANCES) - {"cpu"}))
+def test_workers_and_memory_devices_share_no_gpu(name):
     instance = INSTANCES[name]
-    for ratio, path in instance.tables.items():
-        loaded = PartitionTable.load(path)
+    for ratio in instance.ratios:
+        placed = table_of(instance, ratio)
         workers, devices = map(int, ratio.split(":"))
-        assert loaded.num_workers == instance.num_workers
-        assert loaded.num_workers * devices == loaded.num_devices * workers
-        assert loaded.num_devices == instance.devices[ratio]
-        assert not {f"cuda:{gpu}" for gpu in instance.gpus} & set(loaded.memories)
-        assert len(instance.gpus) == instance.num_workers
+        assert placed.num_workers == instance.num_workers == len(instance.gpus)
+        assert placed.num_workers * devices == placed.num_devices * workers
+        assert placed.num_devices == instance.num_devices(ratio)
+        used = {*placed.memories, *(f"cuda:{gpu}" for gpu in instance.gpus)}
+        assert len(used) == placed.num_devices + placed.num_workers
+        assert used <= {f"cuda:{gpu}" for gpu in range(instance.num_gpus)}
+
+
+def test_a_memory_device_is_beside_the_first_of_its_workers():
+    assert table_of(G5, "1:1").memories == ("cuda:1", "cuda:3", "cuda:5", "cuda:7")
+    assert [(str(each.memory), each.workers) for each in table_of(G5, "2:1").devices] == [
+        ("cuda:1", (0, 1)),
+        ("cuda:5", (2, 3)),
+    ]
+
+
+def test_the_paper_s_ring_follows_nvlink_on_v100():
+    assert [(str(each.memory), each.workers) for each in table_of(P3, "1:1").devices] == [
+        ("cuda:1", (0,)),
+        ("cuda:3", (1,)),
+        ("cuda:7", (3,)),
+        ("cuda:5", (2,)),
+    ]
 
 
 def test_every_system_has_its_launcher(tmp_path):
-    def command(system, ratio="", memory=""):
+    def command(system, ratio="", memory="", instance=P3):
         run = Run(system=system, ratio=ratio, memory=memory, model="bert-large", batch=2)
-        return " ".join(command_of(run, P3, warm_up=5, steps=50, result=tmp_path / "r"))
+        return " ".join(command_of(run, instance, warm_up=5, steps=50, result=tmp_path / "r"))
 
     assert command("ddp").startswith(f"{sys.executable} -m coarse run -n 4 {TRAIN} --system ddp ")
     assert "horovodrun --gloo -np 4 " in command("horovod")
-    assert "coarse run -n 4 --partition-table " in command("coarse", "2:1", "cuda")
-    assert "p3-2to1.toml" in command("coarse", "2:1", "cuda")
+    assert "coarse run -n 4 --partition-table " in command("coarse", "1:1", "cuda")
+    assert "p3-1to1.toml" in command("coarse", "1:1", "cuda")
+    assert "coarse run -n 4 --memory-devices cuda:1,cuda:5 " in command("coarse", "2:1", "cuda")
+    assert "coarse run -n 4 --memory-devices cuda:1,cuda:3,cuda:5,cuda:7 " in command(
+        "coarse", "1:1", "cuda", G5
+    )
     assert "coarse run -n 4 --memory-devices 2 " in command("coarse", "2:1", "host")
     assert "--device cuda --gpus 0,2,4,6 " in command("none")
 
@@ -134,12 +163,12 @@ def test_instances_that_cannot_train_together_are_refused(flags, told, capsys):
 def test_a_model_that_the_instance_does_not_train_is_refused(capsys):
     with pytest.raises(SystemExit):
         main(["--instance", "cpu", "--model", "resnet"])
-    assert "--model resnet: cpu trains bert-tiny, digits" in capsys.readouterr().err
+    assert "--instance cpu --model resnet: it trains bert-tiny, digits" in capsys.readouterr().err
 
 
 def test_a_peer_that_is_not_installed_is_a_run_that_failed(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr("experiments.aws.run.find_program", lambda name: None)
+    monkeypatch.setattr("experiments.aws.campaign.find_program", lambda name: None)
     arguments = ["--instance", "cpu", "--model", "digits", "--system", "horovod", "--results", str(tmp_path)]
     assert main(arguments) == 1
     assert "FAILED: digits, batch 64, horovod: could not be started: " in capsys.readouterr().err
@@ -152,9 +181,20 @@ def test_results_that_differ_are_told():
     done = [(none, result(moved=5.0)), (ddp, result())]
     assert check(coarse, result(error=0.01), done)
     for wrong in (result(moved=0.5), result(moved=float("nan"))):
-        with pytest.raises(RunError, match="from DDP's, which training has moved by 1"):
+        with pytest.raises(RunError, match="from AllReduce's, which training has moved by 1"):
             check(coarse, wrong, done)
     assert not check(coarse, result(moved=0.5), done[:1])
+
+
+def test_results_are_compared_at_the_same_batch_and_with_fsdp_where_ddp_did_not_fit():
+    def run(system, batch):
+        return Run(system=system, ratio="", memory="", model="m", batch=batch)
+
+    done = [(run("ddp", 2), result(moved=5.0)), (run("fsdp", 8), result())]
+    assert check(run("coarse", 8), result(error=0.01), done)
+    with pytest.raises(RunError, match="from AllReduce's"):
+        check(run("coarse", 8), result(moved=5.0), done)
+    assert check(run("coarse", 4), result(), done) is False
 
 
 def test_results_that_differ_are_not_recorded(tmp_path, capsys, monkeypatch):
@@ -191,51 +231,55 @@ def test_another_machine_than_the_instance_is_refused(capsys, monkeypatch):
 
 def test_blocked_time_is_that_of_the_same_step_without_communication():
     runs = [
-        (Run(system=system, ratio=ratio, memory=memory, model="m", batch=64), result(step_ms=step_ms))
-        for system, ratio, memory, step_ms in (
-            ("none", "", "", 10),
-            ("ddp", "", "", 20),
-            ("coarse", "2:1", "cuda", 14),
+        (Run(system=system, ratio=ratio, memory=memory, model="m", batch=batch), result(step_ms=step_ms))
+        for system, batch, ratio, memory, step_ms in (
+            ("none", 64, "", "", 10),
+            ("ddp", 64, "", "", 20),
+            ("coarse", 64, "2:1", "cuda", 14),
+            ("coarse", 128, "2:1", "cuda", 32),
         )
     ]
     assert table(runs).splitlines()[2:] == [
-        "| m | 64 | none |  |  | 10.0 |  |  | 2.00x |",
-        "| m | 64 | ddp |  |  | 20.0 | 10.0 | 100 % | 1.00x |",
-        "| m | 64 | coarse | 2:1 | cuda | 14.0 | 4.0 | 40 % | 1.43x |",
+        "| m | 64 | none |  |  | 10.0 |  |  | 2.00x | 12800.0 | 2.00x |",
+        "| m | 64 | ddp |  |  | 20.0 | 10.0 | 100 % | 1.00x | 6400.0 | 1.00x |",
+        "| m | 64 | coarse | 2:1 | cuda | 14.0 | 4.0 | 40 % | 1.43x | 9142.9 | 1.43x |",
+        "| m | 128 | coarse | 2:1 | cuda | 32.0 |  |  |  | 8000.0 | 1.25x |",
     ]
 
 
 @pytest.mark.slow
 def test_small_models_really_train_and_come_to_the_same(tmp_path, capsys):
     pytest.importorskip("torch")
-    systems = [word for system in ("none", "ddp", "coarse") for word in ("--system", system)]
+    systems = [word for system in ("none", "ddp", "fsdp", "coarse") for word in ("--system", system)]
     arguments = ["--instance", "cpu", "--model", "digits", *systems, "--warm-up", "1", "--steps", "4"]
     assert main([*arguments, "--results", str(tmp_path)]) == 0
     records = [json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
     assert [(each["system"], each["ratio"]) for each in records] == [
         ("none", ""),
         ("ddp", ""),
+        ("fsdp", ""),
         ("coarse", "1:1"),
         ("coarse", "2:1"),
     ]
+    assert [each["is_checked"] for each in records] == [None, None, True, True, True]
     assert all(len(each["step_ms"]) == 4 and len(each["losses"]) == 5 for each in records)
     assert {each["kind"] for each in records} == {"measured"}
     assert all(each["versions"]["torch"] for each in records)
-    assert [any("routes" in line for line in each["decisions"]) for each in records] == [
-        False,
-        False,
-        True,
-        True,
+    assert ["coarse" if any("routes" in line for line in each["decisions"]) else "" for each in records] == [
+        "coarse" if each["system"] == "coarse" else "" for each in records
     ]
     logs = sorted(path.name for path in (tmp_path / "logs").iterdir())
-    assert logs == [f"digits-{run}.log" for run in ("coarse-1to1-host", "coarse-2to1-host", "ddp", "none")]
+    assert logs == [
+        f"digits-64-{run}.log" for run in ("coarse-1to1-host", "coarse-2to1-host", "ddp", "fsdp", "none")
+    ]
     assert "| digits | 64 | coarse | 2:1 | host |" in capsys.readouterr().out
+    assert "| digits | 64 | coarse | 2:1 | host |" in (tmp_path / "table.md").read_text()
 
 
 def test_a_run_that_fails_is_told_with_its_last_lines(tmp_path, capsys, monkeypatch):
     broken = tmp_path / "train.py"
     broken.write_text("raise SystemExit('no GPU today')\n")
-    monkeypatch.setattr("experiments.aws.run.TRAIN", broken)
+    monkeypatch.setattr("experiments.aws.campaign.TRAIN", broken)
     arguments = ["--instance", "cpu", "--model", "digits", "--system", "coarse", "--results", str(tmp_path)]
     assert main(arguments) == 1
     told = capsys.readouterr().err
