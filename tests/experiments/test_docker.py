@@ -5,6 +5,8 @@ from __future__ import annotations
 import fnmatch
 import re
 import shlex
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -95,6 +97,19 @@ def test_what_the_dockerfile_copies_is_in_its_context():
             assert (ROOT / source).exists()
             top = Path(source).parts[:1]
             assert not top or any(fnmatch.fnmatch(top[0], pattern) for pattern in admitted)
+
+
+def test_stages_install_extras_of_the_project():
+    for extra in re.findall(r"requirements_of\.py (\w+)\)", DOCKERFILE):
+        done = subprocess.run(
+            [sys.executable, DOCKER / "requirements_of.py", extra],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        packages = re.findall(r"^[\w-]+", done.stdout, re.MULTILINE)
+        assert {"tensorflow": "keras", "trainers": "lightning"}[extra] in packages
 
 
 def test_the_readme_lists_every_service_and_its_target():
