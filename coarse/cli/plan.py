@@ -19,8 +19,8 @@ if TYPE_CHECKING:  # slow to import; `coarse --help` must not load these
     from coarse.machine.partition_table import PartitionTable
     from coarse.machine.profile import Machine
     from coarse.profiler.curve import Curve
+    from coarse.profiler.direct_allreduce import Collectives
     from coarse.profiler.dual_sync import DualSyncPlan, SyncCosts
-    from coarse.profiler.own_path import Collectives
     from coarse.profiler.partition import ShardRange
     from coarse.profiler.profile import Profile
     from coarse.profiler.routing import RoutingTable
@@ -228,7 +228,7 @@ def all_to_all_from_bytes(basis: Basis) -> float | None:
     Below this size, all-gather is faster. None if it always is: with one worker or two. The prediction uses all links
     at once if they are known; otherwise pairs of workers, which were measured alone and do not show shared links.
     """
-    from coarse.profiler.own_path import ALL_GATHER, ALL_TO_ALL
+    from coarse.profiler.direct_allreduce import ALL_GATHER, ALL_TO_ALL
     from coarse.profiler.profile import WORKERS
     from coarse.profiler.switchover import predict_all_to_all_crossing, predict_crossing, slowest_path
 

@@ -209,7 +209,7 @@ class Client:
             name: Name of the tensor group.
             specs: One for each tensor.
             state_names: States that a remote optimizer keeps for each parameter; None without such an optimizer.
-            is_open: Whether workers see each other's slots. TensorGroup.use_own_path() needs it.
+            is_open: Whether workers see each other's slots. TensorGroup.use_direct_allreduce() needs it.
             on_host: Whether the tensors lie in the host's memory even if memory devices own GPUs.
             window_bytes: With an optimizer, the size of the slot window; 0 gives each tensor its own slot.
             gpu: UUID of the GPU that holds this worker's tensors; "" for none. If its slots lie on the same GPU, the

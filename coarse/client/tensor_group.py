@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from coarse.arrays import AnyArray
     from coarse.client.memory.private_writes import PrivateWrites
 
-_OWN_PATH_FLAGS = {
-    "ring": _native.OWN_PATH,
-    "all-gather": _native.OWN_PATH | _native.ALL_GATHER,
-    "all-to-all": _native.OWN_PATH | _native.ALL_TO_ALL,
+_DIRECT_ALLREDUCE_FLAGS = {
+    "ring": _native.DIRECT_ALLREDUCE,
+    "all-gather": _native.DIRECT_ALLREDUCE | _native.ALL_GATHER,
+    "all-to-all": _native.DIRECT_ALLREDUCE | _native.ALL_TO_ALL,
 }
 
 
@@ -148,8 +148,8 @@ class TensorGroup:
         self._client = client
         self._native = native
         self._schema = schema
-        self._own_shards: dict[int, int] = {}  # the tensor of each
-        self._own_path: HostDirectAllReduce | None = None
+        self._direct_shards: dict[int, int] = {}  # the tensor of each
+        self._direct_allreduce: HostDirectAllReduce | None = None
         self._meeting: NodeBarrier | None = None
         self._pulls_singly = False
         self._on_push: Callable[[Sequence[int]], None] | None = None
@@ -429,7 +429,7 @@ class TensorGroup:
                 return self.pull(index, destination=address)
         if self._slots is None:
             raise self._closed_error()
-        if self._own_path is not None and index in self._own_shards.values():
+        if self._direct_allreduce is not None and index in self._direct_shards.values():
             raise ValueError(
                 f"{self.name}: the workers reduce {self.specs[index].name!r} themselves, and only pull_all() "
                 "returns the result; set COARSE_DUAL_SYNC=off to pull tensors one by one"
@@ -466,8 +466,8 @@ class TensorGroup:
         timeout_s = timeout_s or self._client.timeout_s
         self.check(self._native.pull_all(self.id, timeout_s), timeout_s=timeout_s)
         contributors = self._native.all_contributors(self.id)
-        if self._own_path is not None:
-            self._own_path.reduce(self._own_shards, contributors)
+        if self._direct_allreduce is not None:
+            self._direct_allreduce.reduce(self._direct_shards, contributors)
         if self._on_step is not None:
             self._on_step(contributors)
         return contributors
@@ -501,7 +501,7 @@ class TensorGroup:
             for squares, client in self._native.measures(self.id)
         ]
 
-    def use_own_path(self, ways: Mapping[int, str]) -> None:
+    def use_direct_allreduce(self, ways: Mapping[int, str]) -> None:
         """Reduces these shards by direct all-reduce from the next push on; memory devices reduce all others.
 
         Every worker calls it with the same argument, between two steps. Results stay the same.
@@ -511,16 +511,18 @@ class TensorGroup:
                 cross no link, all use "all-to-all".
 
         Raises:
-            ValueError: If cannot_use_own_path() returns a reason, or open_node_barrier() was not called.
+            ValueError: If cannot_use_direct_allreduce() returns a reason, or open_node_barrier() was not called.
         """
-        if reason := self.cannot_use_own_path():
+        if reason := self.cannot_use_direct_allreduce():
             raise ValueError(f"{self.name}: workers cannot reduce its tensors themselves: {reason}")
-        if ways and self._own_path is None and self._client.emulation is None:
-            self._own_path = HostDirectAllReduce(self._native, self.id, self.num_workers, self.meeting)
+        if ways and self._direct_allreduce is None and self._client.emulation is None:
+            self._direct_allreduce = HostDirectAllReduce(
+                self._native, self.id, self.num_workers, self.meeting
+            )
         shards = self._schema.partition().shards
-        self._own_shards = {shard: shards[shard].tensor for shard in ways}
-        flags = [_OWN_PATH_FLAGS[ways[shard]] if shard in ways else 0 for shard in range(len(shards))]
-        self._native.set_path_flags(self.id, flags)
+        self._direct_shards = {shard: shards[shard].tensor for shard in ways}
+        flags = [_DIRECT_ALLREDUCE_FLAGS[ways[shard]] if shard in ways else 0 for shard in range(len(shards))]
+        self._native.set_direct_allreduce_flags(self.id, flags)
 
     def needs_memory_devices(self) -> str:
         """Work of the memory devices for this group besides reducing tensors, in words; "" for none."""
@@ -557,7 +559,7 @@ class TensorGroup:
         """Number of workers on this node."""
         return len(self._client.ranks)
 
-    def cannot_use_own_path(self) -> str:
+    def cannot_use_direct_allreduce(self) -> str:
         """Why direct all-reduce cannot reduce tensors of this group; "" if it can."""
         if self.gpu is not None:
             return "its tensors are in the memory of a GPU"

@@ -15,8 +15,15 @@ from coarse import __version__
 from coarse.machine.links import LinkTable, Path
 from coarse.profiler.alpha_beta import AlphaBeta
 from coarse.profiler.curve import Curve, CurvePoint
+from coarse.profiler.direct_allreduce import (
+    ALL_GATHER,
+    ALL_TO_ALL,
+    AUTO,
+    RING,
+    Collectives,
+    widest_collective,
+)
 from coarse.profiler.dual_sync import SyncCosts, ring_factor
-from coarse.profiler.own_path import ALL_GATHER, ALL_TO_ALL, AUTO, RING, Collectives, widest_collective
 from coarse.profiler.profile import (
     BOTH,
     DEVICES,

@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from coarse.client.pacing import ServedTransfer
+from coarse.profiler.direct_allreduce import ALL_TO_ALL, choose_collective
 from coarse.profiler.dual_sync import OFF, DualSyncInputs, SyncCosts, parse_mode, plan_dual_sync
 from coarse.profiler.linked import collectives_from_links, sync_costs_from_links
-from coarse.profiler.own_path import ALL_TO_ALL, choose_collective
 from coarse.profiler.profile import BOTH, ContradictoryFiguresError, PathId, Profile
 from coarse.profiler.refresh import largest_change, refresh_profile
 from coarse.profiler.routing import DEFAULT_MARGIN, RoutingTable, is_better, plan_routing
@@ -55,7 +55,7 @@ class Replanner:
             estimate, and links are not checked.
         plan: The plan made from the profile at the session's start.
         dual_sync: "off", "auto", or the number of bytes for the memory devices.
-        own_path: The way of direct all-reduce: "auto" for the fastest way for each size (profiler/own_path.py).
+        own_path: The way of direct all-reduce; "auto" takes the fastest for each size (profiler/direct_allreduce.py).
         every_steps: Steps between two checks of the links; 0 disables them, -1 chooses an interval that costs
             COST_FRACTION of the time.
 
@@ -125,7 +125,7 @@ class Replanner:
     # ---- dual synchronisation ----
 
     def _plan_dual_sync(self) -> None:
-        if reason := self._group.cannot_use_own_path():
+        if reason := self._group.cannot_use_direct_allreduce():
             self._decide(f"dual synchronisation: none in {self._group.name}: {reason}")
             return
         forward_s, backward_s, _ = self._first_steps.medians_s()
@@ -147,7 +147,7 @@ class Replanner:
             mode=self._dual_sync,
             least_gain=0.0 if is_emulated else _LEAST_GAIN_ON_HOST,
         )
-        self._use_own_path(
+        self._use_direct_allreduce(
             [shard for position, shard in enumerate(pushed_shards) if position not in plan.offloaded]
         )
         self._decide(
@@ -156,7 +156,7 @@ class Replanner:
             f"(T_FP {forward_s * 1e3:.3g} ms, T_BP {backward_s * 1e3:.3g} ms): {plan.reason}"
         )
 
-    def _use_own_path(self, shards: Sequence[int]) -> None:
+    def _use_direct_allreduce(self, shards: Sequence[int]) -> None:
         """Reduces `shards` by direct all-reduce, each in the best way for its size."""
         emulation = self._session.emulation
         if emulation is None:
@@ -165,10 +165,10 @@ class Replanner:
             collectives = collectives_from_links(emulation.links)
             sizes = self._group.shard_sizes()
             chosen = {shard: choose_collective(collectives, sizes[shard], self._own_path) for shard in shards}
-        self._group.use_own_path(chosen)
+        self._group.use_direct_allreduce(chosen)
         if chosen:
             ways = ", ".join(f"{count} by {name}" for name, count in sorted(Counter(chosen.values()).items()))
-            self._decide(f"the workers' own path: {ways}")
+            self._decide(f"direct all-reduce: {ways}")
 
     def _sync_costs(self) -> SyncCosts:
         """Seconds per byte by either way: for all links at once if they are known, else for measured pairs."""

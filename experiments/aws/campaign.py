@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from coarse.bench.harness.launchers import find_program
-
 from coarse.machine.memory_name import MemoryName
 from coarse.machine.partition_table import PartitionTable
 from experiments.aws.estimates import COSTS, memory_bytes

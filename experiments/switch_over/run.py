@@ -19,9 +19,9 @@ from coarse.bench.pace import Paced, Pacing, keep_pace
 from coarse.client.tensor_group import TensorGroup
 from coarse.machine.partition_table import PartitionTable
 from coarse.profiler.curve import Curve, CurvePoint
+from coarse.profiler.direct_allreduce import ALL_GATHER, ALL_TO_ALL, RING, Collectives
 from coarse.profiler.figures import draw_crossings, format_size
 from coarse.profiler.linked import collectives_from_links
-from coarse.profiler.own_path import ALL_GATHER, ALL_TO_ALL, RING, Collectives
 from coarse.profiler.profile import EMULATED, Profile
 from coarse.profiler.routing import RoutingTable
 from coarse.profiler.switchover import SwitchOver, compare_crossings, measure_crossing, predict_crossing
@@ -66,7 +66,7 @@ class Timings:
 # ---- workers ----
 
 
-def time_own_path(machine: str, *, repeats: int, time_dilation: float = TIME_DILATION) -> Paced[Timings]:
+def time_direct_allreduce(machine: str, *, repeats: int, time_dilation: float = TIME_DILATION) -> Paced[Timings]:
     """Times the direct all-reduce of a machine's workers for every algorithm and size, one tensor at a time.
 
     The pacing error is the average delay of arrivals as a share of the shortest all-reduce.
@@ -76,17 +76,17 @@ def time_own_path(machine: str, *, repeats: int, time_dilation: float = TIME_DIL
     """
     return keep_pace(
         f"direct all-reduce on {machine}",
-        lambda dilation: _time_own_path(machine, repeats, dilation),
+        lambda dilation: _time_direct_allreduce(machine, repeats, dilation),
         time_dilation=time_dilation,
     )
 
 
-def _time_own_path(machine: str, repeats: int, time_dilation: float) -> Paced[Timings]:
+def _time_direct_allreduce(machine: str, repeats: int, time_dilation: float) -> Paced[Timings]:
     settings = {"machine": machine, "partition_table": machine, "time_dilation": time_dilation}
     settings |= {"dual_sync": "off", "shard_bytes": _WHOLE_TENSORS}
     num_workers = PartitionTable.load(machine).num_workers
     timeout_s = COMMAND_TIMEOUT_S * time_dilation / TIME_DILATION
-    with WorkerPool("switch-over", OwnPathCommands, num_workers, settings) as pool:
+    with WorkerPool("switch-over", DirectAllreduceCommands, num_workers, settings) as pool:
         answers = pool.ask("measure", timeout_s, repeats=repeats)
     seconds = np.array([of_worker for of_worker, _ in answers]) / time_dilation
     late_us = answers[0][1]
@@ -108,7 +108,7 @@ def _time_own_path(machine: str, repeats: int, time_dilation: float) -> Paced[Ti
     )
 
 
-class OwnPathCommands(SessionCommands):
+class DirectAllreduceCommands(SessionCommands):
     """The commands of a worker that times the direct all-reduce."""
 
     def measure(self, repeats: int) -> tuple[list[list[list[float]]], float]:
@@ -123,7 +123,7 @@ class OwnPathCommands(SessionCommands):
         )
 
     def _time_sizes(self, group: TensorGroup, way: str) -> list[float]:
-        group.use_own_path(dict.fromkeys(range(len(SIZES)), way))
+        group.use_direct_allreduce(dict.fromkeys(range(len(SIZES)), way))
         seconds = []
         for tensor in range(len(SIZES)):
             self.session.barrier()
@@ -165,7 +165,7 @@ def compare_ways(timings: Timings, model: Collectives) -> tuple[list[Finding], l
     }
     return findings, [
         *data,
-        {"kind": EMULATED, "machine": timings.machine, "what": "own path", "curves": curves},
+        {"kind": EMULATED, "machine": timings.machine, "what": "direct all-reduce", "curves": curves},
     ]
 
 
@@ -179,8 +179,8 @@ def run(options: Options) -> Outcome:
         finding, values = compare_proxies(profile, plan_tables(profile))
         findings.append(finding)
         data.append(values | pacing_as_json(machine, is_quick=options.is_quick))
-        options.progress(f"{machine}: the workers' own path")
-        paced = time_own_path(machine, repeats=1 if options.is_quick else REPEATS)
+        options.progress(f"{machine}: direct all-reduce")
+        paced = time_direct_allreduce(machine, repeats=1 if options.is_quick else REPEATS)
         timings = paced.value
         model = collectives_from_links(links_of(machine)[0])
         more_findings, more_values = compare_ways(timings, model)

@@ -6,7 +6,7 @@ import pytest
 from planning import curve_of, path
 
 from coarse.profiler.curve import Curve, CurvePoint
-from coarse.profiler.own_path import ALL_GATHER, ALL_TO_ALL, RING
+from coarse.profiler.direct_allreduce import ALL_GATHER, ALL_TO_ALL, RING
 from coarse.profiler.switchover import all_gather, all_to_all, ring
 from experiments.expectation import WITHIN
 from experiments.switch_over.run import SIZES, Timings, compare_ways

@@ -50,7 +50,11 @@ def test_a_size_is_what_goes_to_the_memory_devices(job, dual_sync, num_offloaded
     def worker(me, how):
         with me.join(how, dual_sync=how, **SHARDS) as session:
             digest = train(session, LEARNED + 3)
-            return digest, decided(session), [line for line in session.decisions() if "own path:" in line]
+            return (
+                digest,
+                decided(session),
+                [line for line in session.decisions() if line.startswith("direct all-reduce:")],
+            )
 
     devices_alone = {digest for digest, _, _ in job.run(2, lambda me: worker(me, "off"))}
     outcomes = job.run(2, lambda me: worker(me, dual_sync))
@@ -58,7 +62,7 @@ def test_a_size_is_what_goes_to_the_memory_devices(job, dual_sync, num_offloaded
     for _, split, ways in outcomes:
         assert f": {num_offloaded} of 12 shards" in split[0]
         assert ways == (
-            [f"the workers' own path: {12 - num_offloaded} by all-to-all"] if num_offloaded < 12 else []
+            [f"direct all-reduce: {12 - num_offloaded} by all-to-all"] if num_offloaded < 12 else []
         )
 
 
@@ -144,7 +148,7 @@ def test_tensors_that_are_pulled_one_by_one_stay_with_the_memory_devices(job):
         assert "pulled one by one" in why
 
 
-def test_a_worker_that_dies_on_its_own_path_ends_the_session(job):
+def test_a_worker_that_dies_in_direct_allreduce_ends_the_session(job):
     def worker(me):
         with me.join(dual_sync="0", **SHARDS) as session:
             group = session.register("gradients", LAYERS)

@@ -55,7 +55,7 @@ def between_workers(session):
 
 
 @pytest.mark.parametrize(("dual_sync", "num_offloaded"), [("off", 12), ("400KiB", 5), ("0", 0), ("1GiB", 12)])
-def test_the_last_shards_go_by_the_workers_own_path(job, dual_sync, num_offloaded):
+def test_the_last_shards_go_by_direct_allreduce(job, dual_sync, num_offloaded):
     def worker(me):
         settings = {**P3, "dual_sync": dual_sync, "own_path": "ring", "transfer_log": 10_000}
         with me.join(replan_steps=0, **settings) as session:
@@ -92,14 +92,14 @@ def test_dual_synchronisation_changes_no_bit(job):
 @pytest.mark.parametrize(
     ("own_path", "num_transfers"), [("ring", 4 * 3), ("all-gather", 3 * 2), ("all-to-all", 2 * 3 * 2)]
 )
-def test_the_way_on_the_own_path_changes_transfers_and_no_bit(job, own_path, num_transfers):
+def test_the_way_of_direct_allreduce_changes_transfers_and_no_bit(job, own_path, num_transfers):
     def worker(me, how):
         settings = {**P3, "memory_devices": 3, "dual_sync": "0", "own_path": how, "transfer_log": 10_000}
         with me.join(how, replan_steps=0, **settings) as session:
             digest = train(session, LEARNED + 1)
             session.barrier()
             transfers = [each for each in session.transfers() if max(each.source, each.target) < 3]
-            decided = [line for line in session.decisions() if line.startswith("the workers' own path")]
+            decided = [line for line in session.decisions() if line.startswith("direct all-reduce:")]
             session.barrier()
         return digest, len(transfers), decided
 
@@ -110,7 +110,7 @@ def test_the_way_on_the_own_path_changes_transfers_and_no_bit(job, own_path, num
         assert (
             transfers == 6 * 2 * num_transfers
         )  # two shards of each of six layers, in the single step after learning
-        assert decided == [f"the workers' own path: 12 by {own_path}"]
+        assert decided == [f"direct all-reduce: 12 by {own_path}"]
 
 
 def test_where_offloading_does_not_pay_the_workers_do_it_all(job):

@@ -79,13 +79,13 @@ TEST_P(EveryMemory, CarriesPushReductionAndPullInNoLessThanTheirTime) {
   EXPECT_GT(pacer.arrivals().numArrivals, 0U);
 }
 
-TEST(OwnPath, IsARingOverTheLinksBetweenWorkersAlone) {
+TEST(EmulatedDirectAllReduce, IsARingOverTheLinksBetweenWorkersAlone) {
   const ClusterShape shape{4, 2, 1};
   Cluster cluster(shape, separateLinks(shape, 0.1, 1000));
   const GroupPlan plan = exchangedTensor(4, kMiBOfFloats, kMiBOfFloats);
   cluster.addGroup(plan);
   cluster.start();
-  const double seconds = step(cluster, plan, 1, kPresent | kOwnPath);
+  const double seconds = step(cluster, plan, 1, kPresent | kDirectAllReduce);
   // Six iterations, in each of which a quarter of the tensor goes to the next worker.
   EXPECT_GE(seconds, 6 * ((1 << 18) / 0.1e9 + 1e-3) - 1e-6);
   const Pacer pacer = cluster.pacer();
@@ -109,27 +109,29 @@ void expectTrafficBetweenAllWorkers(const Pacer& pacer, std::size_t numWorkers, 
   }
 }
 
-TEST(OwnPath, AllGatherTakesOneLatency) {
+TEST(EmulatedDirectAllReduce, AllGatherTakesOneLatency) {
   const ClusterShape shape{4, 2, 1};
   Cluster cluster(shape, separateLinks(shape, 0.1, 1000));
   const GroupPlan plan = exchangedTensor(4, kMiBOfFloats, kMiBOfFloats);
   cluster.addGroup(plan);
   cluster.start();
-  EXPECT_GE(step(cluster, plan, 1, kPresent | kOwnPath | kAllGather), (1 << 20) / 0.1e9 + 1e-3 - 1e-6);
+  EXPECT_GE(step(cluster, plan, 1, kPresent | kDirectAllReduce | kAllGather),
+            (1 << 20) / 0.1e9 + 1e-3 - 1e-6);
   expectTrafficBetweenAllWorkers(cluster.pacer(), 4, 1 << 20);
 }
 
-TEST(OwnPath, AllToAllTakesTwoLatenciesAndTheBytesOfARing) {
+TEST(EmulatedDirectAllReduce, AllToAllTakesTwoLatenciesAndTheBytesOfARing) {
   const ClusterShape shape{4, 2, 1};
   Cluster cluster(shape, separateLinks(shape, 0.1, 1000));
   const GroupPlan plan = exchangedTensor(4, kMiBOfFloats, kMiBOfFloats);
   cluster.addGroup(plan);
   cluster.start();
-  EXPECT_GE(step(cluster, plan, 1, kPresent | kOwnPath | kAllToAll), 2 * ((1 << 18) / 0.1e9 + 1e-3) - 1e-6);
+  EXPECT_GE(step(cluster, plan, 1, kPresent | kDirectAllReduce | kAllToAll),
+            2 * ((1 << 18) / 0.1e9 + 1e-3) - 1e-6);
   expectTrafficBetweenAllWorkers(cluster.pacer(), 4, 2 << 18);
 }
 
-TEST(OwnPath, TakesTurnsWithMemoryDevicesAndAddsInTheSameOrder) {
+TEST(EmulatedDirectAllReduce, TakesTurnsWithMemoryDevicesAndAddsInTheSameOrder) {
   const ClusterShape shape{3, 3, 1};
   Cluster cluster(shape, separateLinks(shape, 10, 1));
   const GroupPlan plan = exchangedTensor(3, 10000, 3000);
@@ -137,20 +139,20 @@ TEST(OwnPath, TakesTurnsWithMemoryDevicesAndAddsInTheSameOrder) {
   cluster.start();
   for (std::uint32_t number = 1; number <= 6; number += 2) {
     const std::uint8_t how = number == 3 ? kAllGather : number == 5 ? kAllToAll : 0;
-    step(cluster, plan, number, kPresent | kOwnPath | how);
+    step(cluster, plan, number, kPresent | kDirectAllReduce | how);
     step(cluster, plan, number + 1);
   }
 }
 
 class Disagreement : public testing::TestWithParam<std::uint8_t> {};
 
-TEST_P(Disagreement, OnTheOwnPathIsReported) {
+TEST_P(Disagreement, OnDirectAllReduceIsReported) {
   const ClusterShape shape{2, 1, 1};
   Cluster cluster(shape, separateLinks(shape, 10, 1));
   const GroupPlan plan = exchangedTensor(2, 100, 100);
   cluster.addGroup(plan);
   cluster.start();
-  ASSERT_EQ(cluster.client(0).push(plan.id, 0, kPresent | kOwnPath, nullptr), WaitStatus::kDone);
+  ASSERT_EQ(cluster.client(0).push(plan.id, 0, kPresent | kDirectAllReduce, nullptr), WaitStatus::kDone);
   ASSERT_EQ(cluster.client(1).push(plan.id, 0, kPresent | GetParam(), nullptr), WaitStatus::kDone);
   cluster.client(0).flush();
   cluster.client(1).flush();
@@ -160,14 +162,15 @@ TEST_P(Disagreement, OnTheOwnPathIsReported) {
             std::string::npos);
 }
 
-INSTANTIATE_TEST_SUITE_P(All, Disagreement, testing::Values(0, kOwnPath | kAllGather, kOwnPath | kAllToAll));
+INSTANTIATE_TEST_SUITE_P(All, Disagreement,
+                         testing::Values(0, kDirectAllReduce | kAllGather, kDirectAllReduce | kAllToAll));
 
-TEST(OwnPath, IsRefusedWhereThereIsNone) {
+TEST(EmulatedDirectAllReduce, IsRefusedWhereThereIsNone) {
   Cluster cluster({1, 1, 1});
   const GroupPlan plan = makePlan(1, 1, {{100, DType::kFloat32, ReduceOp::kSum, Algorithm::kRing}});
   cluster.addGroup(plan);
   cluster.start();
-  ASSERT_EQ(cluster.client(0).push(plan.id, 0, kPresent | kOwnPath, nullptr), WaitStatus::kDone);
+  ASSERT_EQ(cluster.client(0).push(plan.id, 0, kPresent | kDirectAllReduce, nullptr), WaitStatus::kDone);
   cluster.client(0).flush();
   const auto events = cluster.events(0);
   ASSERT_EQ(events.size(), 1U);

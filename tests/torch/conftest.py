@@ -42,8 +42,8 @@ def coarse_pool(make_pool: MakePool) -> WorkerPool:
 
 
 @pytest.fixture(scope="session")
-def own_path_pool(make_pool: MakePool) -> WorkerPool:
-    return make_pool("coarse, own path")
+def direct_allreduce_pool(make_pool: MakePool) -> WorkerPool:
+    return make_pool("coarse, direct all-reduce")
 
 
 @pytest.fixture(scope="session")

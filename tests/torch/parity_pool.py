@@ -64,11 +64,11 @@ _GPU_ENVIRONMENTS = {
 class WorkerPool(ProcessPool):
     """Two workers of one strategy that run scenarios together, on one node or on one each.
 
-    Strategies are "ddp", "coarse", "coarse, own path", where workers reduce everything themselves after the first
-    steps, "coarse, stand-in GPU", where gradients take the way of a GPU's (gpu_stand_in.py), and "coarse, stand-in
-    GPU that has slots", where memory devices are on it too; ", emulated machine" behind that gives them the links
-    of aws-p3. "coarse, stand-in GPU beside slots" has memory devices on a second one, which "coarse, stand-in GPU
-    apart from slots" cannot reach; "coarse, stand-in GPU along routes" has them on a second and a third one, with
+    Strategies are "ddp", "coarse", "coarse, direct all-reduce", where workers reduce everything themselves after the
+    first steps, "coarse, stand-in GPU", where gradients take the way of a GPU's (gpu_stand_in.py), and "coarse,
+    stand-in GPU that has slots", where memory devices are on it too; ", emulated machine" behind that gives them the
+    links of aws-p3. "coarse, stand-in GPU beside slots" has memory devices on a second one, which "coarse, stand-in
+    GPU apart from slots" cannot reach; "coarse, stand-in GPU along routes" has them on a second and a third one, with
     the slots of both workers on the latter. "coarse, stand-in GPU each" has each worker on a GPU with its memory
     device, the first worker on that of the home device; ", spread" behind that has pages so small that models lie
     on both, and a worker that sees the second GPU alone; ", partly apart" has such pages, and slots on a third GPU
@@ -81,7 +81,7 @@ class WorkerPool(ProcessPool):
 
     def __init__(self, strategy: str, *, num_nodes: int = 1, stand_ins: Path | None = None) -> None:
         environment = dict(os.environ, OMP_NUM_THREADS="1", COARSE_TIMEOUT_S="100")
-        if strategy == "coarse, own path":
+        if strategy == "coarse, direct all-reduce":
             environment["COARSE_DUAL_SYNC"] = "0"
         if stand_ins is not None:
             environment["LD_LIBRARY_PATH"] = environment["XDG_CACHE_HOME"] = str(stand_ins)

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from coarse.tuning import gpu_dual_sync, replanner
 
-OWN_PATHS = (
-    "coarse, own path",
+DIRECT_ALLREDUCE = (
+    "coarse, direct all-reduce",
     "coarse, stand-in GPU each, by NCCL",
     "coarse, stand-in GPU each, slots by NCCL",
 )
@@ -48,7 +48,7 @@ def main() -> None:
     strategy, rendezvous, pipe = sys.argv[1:]
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
-    if strategy in OWN_PATHS:  # before scenarios end, which have few steps
+    if strategy in DIRECT_ALLREDUCE:  # before scenarios end, which have few steps
         replanner.TIMED_STEPS = gpu_dual_sync.TIMED_STEPS = 1
     if strategy.startswith(STAND_IN_GPU):
         import gpu_stand_in

@@ -80,9 +80,9 @@ def test_equals_torch_in_memory_of_gpus_across_two_nodes(
 
 @pytest.mark.parametrize("name", slow_but_for(IN_EVERY_RUN, WHERE_WORKERS_REDUCE))
 def test_equals_torch_where_workers_reduce_themselves(
-    name: str, ddp_pool: WorkerPool, own_path_pool: WorkerPool
+    name: str, ddp_pool: WorkerPool, direct_allreduce_pool: WorkerPool
 ) -> None:
-    assert_equal_results(name, ddp_pool, own_path_pool, PARITY_SCENARIOS[name].tolerance)
+    assert_equal_results(name, ddp_pool, direct_allreduce_pool, PARITY_SCENARIOS[name].tolerance)
 
 
 @pytest.mark.parametrize("name", slow_but_for(ON_A_GPU_IN_EVERY_RUN, PARITY))

@@ -15,7 +15,7 @@ from training_loops import TrainingLoop, training_loops
 # Beside the most usual one: where gradients and parameters take other ways. Nodes share no tables of rows; where
 # parameters are copies on a GPU, what is written to their `.data` is lost.
 POOLS = {
-    "own_path_pool": training_loops(),
+    "direct_allreduce_pool": training_loops(),
     "two_node_pool": training_loops(has_rows=False),
     "stand_in_gpu_pool": training_loops(has_rows=False, writes_data=False),
     "stand_in_gpu_with_slots_pool": training_loops(has_rows=False),

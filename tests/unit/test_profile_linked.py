@@ -12,19 +12,19 @@ from coarse.machine.catalogue import load_machine, machine_names
 from coarse.machine.links import Bucket, LinkTable, Path
 from coarse.machine.partition_table import PartitionTable
 from coarse.machine.wiring import link_table
+from coarse.profiler.direct_allreduce import (
+    ALL_GATHER,
+    ALL_TO_ALL,
+    RING,
+    choose_collective,
+    widest_collective,
+)
 from coarse.profiler.dual_sync import DualSyncInputs, plan_dual_sync
 from coarse.profiler.linked import (
     collectives_from_links,
     profile_from_links,
     spread_over_links,
     sync_costs_from_links,
-)
-from coarse.profiler.own_path import (
-    ALL_GATHER,
-    ALL_TO_ALL,
-    RING,
-    choose_collective,
-    widest_collective,
 )
 from coarse.profiler.partition import plan_partition
 from coarse.profiler.profile import SIMULATED, PathId

@@ -142,18 +142,18 @@ class GpuTransfers:
         """Whether the first `num_pushed` pushes have reached their slots, so that their memory may change."""
         return self._native.has_brought(num_pushed)
 
-    def use_own_path(self, path: _native.GpuOwnPath | None, slots: int) -> None:
+    def use_direct_allreduce(self, path: _native.GpuDirectAllReduce | None, slots: int) -> None:
         """Reduces some shards by NCCL from the next push on.
 
         Args:
             path: The shards; None for none.
             slots: Address of the slots on the GPU if tensors lie there, else 0.
         """
-        self._native.use_own_path(path, slots)
+        self._native.use_direct_allreduce(path, slots)
 
-    def wait_for_own_path(self) -> None:
+    def wait_for_direct_allreduce(self) -> None:
         """Waits until NCCL has completed its work."""
-        self._check(self._native.wait_for_own_path)
+        self._check(self._native.wait_for_direct_allreduce)
 
     def close(self) -> None:
         """Ends transfers: waits for a step that this worker has ended, cancels any other. Idempotent."""

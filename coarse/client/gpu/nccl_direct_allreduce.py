@@ -16,7 +16,7 @@ from coarse.schema import TensorSpec
 if TYPE_CHECKING:
     from coarse.client.gpu.gpu_transfers import GpuTransfers
 
-_FLAGS = _native.OWN_PATH | _native.BY_NCCL
+_FLAGS = _native.DIRECT_ALLREDUCE | _native.BY_NCCL
 _DTYPES = ("float32", "float64")  # NCCL rounds or truncates others at each addition
 _ABORTED_AFTER_S = 5.0  # workers that are microseconds behind may still read this one's memory
 
@@ -103,8 +103,8 @@ class NcclDirectAllReduce:
             return
         own = set(shards)
         self._set_flags([_FLAGS if shard in own else 0 for shard in range(self._group.num_shards)])
-        path = _native.GpuOwnPath(communicator, self._native, self._group.id, shards)
-        self._transfers.use_own_path(path, self._group.address_on_gpu if self._group.is_on_gpu else 0)
+        path = _native.GpuDirectAllReduce(communicator, self._native, self._group.id, shards)
+        self._transfers.use_direct_allreduce(path, self._group.address_on_gpu if self._group.is_on_gpu else 0)
         self._communicator = communicator
 
     def stop(self, why: str) -> None:
@@ -123,7 +123,7 @@ class NcclDirectAllReduce:
             NcclFailedError, WorkerLostError, MemoryDeviceLostError, SyncTimeoutError: As for joining a step.
         """
         if self._communicator is not None:
-            self._transfers.wait_for_own_path()
+            self._transfers.wait_for_direct_allreduce()
 
     def leave(self) -> None:
         """Settles, then releases NCCL when the other workers have finished as well; does not wait for them."""
@@ -147,11 +147,11 @@ class NcclDirectAllReduce:
         self.settle()
         self._group.meeting.wait()  # others may read this worker's memory until they finish
         self._set_flags([0] * self._group.num_shards)
-        self._transfers.use_own_path(None, 0)
+        self._transfers.use_direct_allreduce(None, 0)
         self._communicator = None
 
     def _set_flags(self, flags: Sequence[int]) -> None:
-        self._native.set_path_flags(self._group.id, flags)
+        self._native.set_direct_allreduce_flags(self._group.id, flags)
 
 
 def less_accurate_by_nccl(specs: Sequence[TensorSpec]) -> str:

@@ -50,7 +50,7 @@ void registerClient(py::module_& module) {
       .finalize();
   module.attr("PRESENT") = static_cast<int>(kPresent);
   module.attr("JOINED") = static_cast<int>(kJoined);
-  module.attr("OWN_PATH") = static_cast<int>(kOwnPath);
+  module.attr("DIRECT_ALLREDUCE") = static_cast<int>(kDirectAllReduce);
   module.attr("ALL_GATHER") = static_cast<int>(kAllGather);
   module.attr("ALL_TO_ALL") = static_cast<int>(kAllToAll);
   module.attr("BY_NCCL") = static_cast<int>(kByNccl);
@@ -99,7 +99,7 @@ void registerClient(py::module_& module) {
       .def("copy_pieces", &Client::copyPieces, py::arg("group"), py::arg("shards"), ReleaseGil())
       .def("remove_group", &Client::removeGroup, py::arg("group"))
       .def("set_routes", &Client::setRoutes, py::arg("group"), py::arg("routes"))
-      .def("set_path_flags", &Client::setPathFlags, py::arg("group"), py::arg("flags"))
+      .def("set_direct_allreduce_flags", &Client::setDirectAllReduceFlags, py::arg("group"), py::arg("flags"))
       .def(
           "push",
           [](Client& client, std::uint32_t group, std::uint32_t tensor, std::uint8_t flags,

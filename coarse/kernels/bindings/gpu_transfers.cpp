@@ -25,7 +25,7 @@ MappedMemory toMemory(const MemoryTuple& tuple) {
 }
 
 /// As large as a batch of copies to slots, so that both paths are busy early.
-constexpr std::size_t kOwnBucketBytes = GpuTransfersConfig{}.mostBatchBytes;
+constexpr std::size_t kDirectAllReduceBucketBytes = GpuTransfersConfig{}.mostBatchBytes;
 
 /// A method that takes tensors in the order of `stream`.
 template <WaitStatus (GpuTransfers::*method)(const std::vector<GpuTensor>&, cuda::StreamHandle)>
@@ -41,11 +41,11 @@ WaitStatus take(GpuTransfers& transfers, const std::vector<TensorTuple>& tuples,
 
 void registerGpuTransfers(py::module_& module) {
   using ReleaseGil = py::call_guard<py::gil_scoped_release>;
-  py::class_<GpuOwnPath, std::shared_ptr<GpuOwnPath>>(module, "GpuOwnPath")
+  py::class_<GpuDirectAllReduce, std::shared_ptr<GpuDirectAllReduce>>(module, "GpuDirectAllReduce")
       .def(py::init([](std::shared_ptr<nccl::Communicator> communicator, const Client& client,
                        std::uint32_t group, const std::vector<std::uint32_t>& shards) {
-             return std::make_shared<GpuOwnPath>(std::move(communicator), client.plan(group), shards,
-                                                 kOwnBucketBytes);
+             return std::make_shared<GpuDirectAllReduce>(std::move(communicator), client.plan(group), shards,
+                                                         kDirectAllReduceBucketBytes);
            }),
            py::arg("communicator"), py::arg("client"), py::arg("group"), py::arg("shards"),
            py::keep_alive<1, 3>());
@@ -69,8 +69,9 @@ void registerGpuTransfers(py::module_& module) {
             return transfers.join(reinterpret_cast<cuda::StreamHandle>(stream));
           },
           py::arg("stream"), ReleaseGil())
-      .def("use_own_path", &GpuTransfers::useOwnPath, py::arg("own_path").none(true), py::arg("slots"))
-      .def("wait_for_own_path", &GpuTransfers::waitForOwnPath, ReleaseGil())
+      .def("use_direct_allreduce", &GpuTransfers::useDirectAllReduce, py::arg("direct_allreduce").none(true),
+           py::arg("slots"))
+      .def("wait_for_direct_allreduce", &GpuTransfers::waitForDirectAllReduce, ReleaseGil())
       .def("status", &GpuTransfers::status)
       .def_property_readonly("batch_bytes", &GpuTransfers::batchBytes)
       .def_property_readonly("num_pushed", &GpuTransfers::numPushed)

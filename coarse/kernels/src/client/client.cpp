@@ -69,7 +69,7 @@ void Client::addGroup(GroupPlan plan, std::size_t client, int controlFd, std::sh
     ++group->tensors[tensor].numShards;
   }
   group->routes = std::move(routes);
-  group->pathFlags.assign(plan.shards.size(), 0);
+  group->directAllReduceFlags.assign(plan.shards.size(), 0);
   group->plan = std::move(plan);
   const std::uint32_t id = group->plan.id;
   const std::lock_guard lock(groupsMutex_);
@@ -88,14 +88,15 @@ void Client::setRoutes(std::uint32_t groupId, std::vector<std::uint16_t> routes)
   group.routes = std::move(routes);
 }
 
-void Client::setPathFlags(std::uint32_t groupId, std::vector<std::uint8_t> flags) {
+void Client::setDirectAllReduceFlags(std::uint32_t groupId, std::vector<std::uint8_t> flags) {
   Group& group = find(groupId);
   if (flags.size() != group.plan.shards.size()) throw std::invalid_argument("every shard needs its flags");
   for (const std::uint8_t each : flags) {
-    if ((each & ~kPathFlags) != 0) throw std::invalid_argument("flags that say nothing of a path");
+    if ((each & ~kDirectAllReduceFlags) != 0)
+      throw std::invalid_argument("flags that are not of direct all-reduce");
   }
   const std::lock_guard lock(postMutex_);
-  group.pathFlags = std::move(flags);
+  group.directAllReduceFlags = std::move(flags);
 }
 
 void Client::checkRoutes(const GroupPlan& plan, const std::vector<std::uint16_t>& routes) const {
@@ -181,7 +182,7 @@ WaitStatus Client::postShard(const Group& group, std::uint32_t shard, std::uint3
   descriptor.group = group.plan.id;
   descriptor.shard = shard;
   descriptor.step = step;
-  descriptor.flags = static_cast<std::uint8_t>(flags | group.pathFlags[shard]);
+  descriptor.flags = static_cast<std::uint8_t>(flags | group.directAllReduceFlags[shard]);
   const Shard& plan = group.plan.shards[shard];
   return postDescriptor(group.routes[shard], descriptor, plan.numElements * itemBytes(plan.dtype), health);
 }

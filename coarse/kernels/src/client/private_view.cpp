@@ -86,11 +86,11 @@ PrivateView::Pages::Pages(const Region& region, std::size_t length)
 
 PrivateView::Pages::~Pages() { ::munmap(data, numBytes); }
 
-PrivateView::Descriptor::Descriptor(int opened, const char* what) : fd(opened) {
+PrivateView::FileDescriptor::FileDescriptor(int opened, const char* what) : fd(opened) {
   if (opened < 0) throwErrno(what);
 }
 
-PrivateView::Descriptor::~Descriptor() { ::close(fd); }
+PrivateView::FileDescriptor::~FileDescriptor() { ::close(fd); }
 
 PrivateView::PrivateView(const Region& region, std::size_t numBytes)
     : numBytes_(numBytes),

@@ -96,7 +96,7 @@ void DescriptorIntake::holdUntilArrival(std::size_t client, const Descriptor& de
     return;
   }
   const MonotonicNs sentAt = timeOf(descriptor.sentAt, monotonicNow());
-  const bool staysWithWorker = (descriptor.flags & kOwnPath) != 0;
+  const bool staysWithWorker = (descriptor.flags & kDirectAllReduce) != 0;
   const MonotonicNs due =
       staysWithWorker
           ? sentAt

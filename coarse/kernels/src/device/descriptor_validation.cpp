@@ -21,10 +21,10 @@ std::string nameOf(std::size_t client, const std::vector<int>& ranks) {
   return std::to_string(ranks.empty() ? static_cast<int>(client) : ranks[client]);
 }
 
-std::string pathDisagreement(const TensorGroup& group, std::uint32_t shard) {
-  const std::uint8_t path = group.pathFlags(shard);
+std::string directAllReduceDisagreement(const TensorGroup& group, std::uint32_t shard) {
+  const std::uint8_t path = group.directAllReduceFlags(shard);
   for (std::size_t client = 1; client < group.plan().numClients; ++client) {
-    if ((group.control().contribution(shard, client).flags & kPathFlags) == path) continue;
+    if ((group.control().contribution(shard, client).flags & kDirectAllReduceFlags) == path) continue;
     return "workers disagree on whether or how they reduce shard " + std::to_string(shard) +
            " themselves: workers 0 and " + std::to_string(client) + " do not agree";
   }
@@ -82,7 +82,7 @@ std::string updateDisagreement(const TensorGroup& group, std::uint32_t shard, co
 
 /// Whether the workers can reduce such a shard themselves: over emulated links, in memory that they share, or
 /// by NCCL. The path through memory devices does not matter.
-bool hasOwnPath(const TensorGroup& group, const Shard& shard, std::uint8_t flags) noexcept {
+bool canUseDirectAllReduce(const TensorGroup& group, const Shard& shard, std::uint8_t flags) noexcept {
   if (shard.algorithm == Algorithm::kExchange) return true;
   const bool isCoherent = shard.algorithm == Algorithm::kDirect || shard.algorithm == Algorithm::kGather;
   return (isCoherent || (flags & kByNccl) == kByNccl) && !shard.isDynamic && !group.plan().hasOptimizer &&
@@ -165,7 +165,7 @@ std::string rejection(const TensorGroup* group, std::size_t client, const Descri
            " although step " + std::to_string(std::max(done, pushed)) + " was its last";
   }
   const Shard& shard = group->plan().shards[descriptor.shard];
-  if ((descriptor.flags & kOwnPath) != 0 && !hasOwnPath(*group, shard, descriptor.flags))
+  if ((descriptor.flags & kDirectAllReduce) != 0 && !canUseDirectAllReduce(*group, shard, descriptor.flags))
     return "shard " + std::to_string(descriptor.shard) + " has no path among the workers";
   if ((descriptor.flags & (kUpdate | kMeasure)) != 0 && !group->plan().hasOptimizer)
     return "an update, or a mean to be measured, in a group without an optimizer";
@@ -178,7 +178,8 @@ std::string rejection(const TensorGroup* group, std::size_t client, const Descri
 }
 
 std::string disagreement(const TensorGroup& group, std::uint32_t shard, const std::vector<int>& ranks) {
-  if (std::string difference = pathDisagreement(group, shard); !difference.empty()) return difference;
+  if (std::string difference = directAllReduceDisagreement(group, shard); !difference.empty())
+    return difference;
   if (group.plan().hasOptimizer) return updateDisagreement(group, shard, ranks);
   if (group.plan().shards[shard].isDynamic) return bufferDisagreement(group, shard, ranks);
   return {};

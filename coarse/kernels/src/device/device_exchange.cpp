@@ -11,7 +11,7 @@ std::size_t numPieces(const ShardShape& shape, std::size_t numClients) noexcept 
 }
 
 /// The client whose device reduces piece `piece`. Small shards take turns.
-std::size_t ownerOf(std::uint32_t shard, std::size_t piece, std::size_t numClients) noexcept {
+std::size_t reducerOf(std::uint32_t shard, std::size_t piece, std::size_t numClients) noexcept {
   return (shard + piece) % numClients;
 }
 
@@ -42,14 +42,14 @@ DeviceExchange::DeviceExchange(ExchangePeers peers, DeviceLinks& links, FindGrou
 void DeviceExchange::distribute(TensorGroup& group, const RingEntry& entry) {
   const std::size_t numClients = group.plan().numClients;
   const std::size_t count = numPieces(group.shape(entry.shard), numClients);
-  std::vector<bool> isOwner(peers_.numDevices, false);
+  std::vector<bool> isReducer(peers_.numDevices, false);
   for (std::size_t piece = 0; piece < count; ++piece)
-    isOwner[group.deviceOf(entry.shard, ownerOf(entry.shard, piece, numClients))] = true;
-  const auto numOwners = static_cast<std::uint32_t>(std::count(isOwner.begin(), isOwner.end(), true));
+    isReducer[group.deviceOf(entry.shard, reducerOf(entry.shard, piece, numClients))] = true;
+  const auto numReducers = static_cast<std::uint32_t>(std::count(isReducer.begin(), isReducer.end(), true));
   // relaxed: appendToRing() releases.
-  group.control().devicesLeft(entry.shard).store(numOwners, std::memory_order_relaxed);
+  group.control().devicesLeft(entry.shard).store(numReducers, std::memory_order_relaxed);
   for (std::size_t device = 0; device < peers_.numDevices; ++device) {
-    if (!isOwner[device]) continue;
+    if (!isReducer[device]) continue;
     appendToRing(peers_.logs[device], entry);
     if (device != peers_.device) peers_.doorbells[device].ring();
   }
@@ -73,7 +73,7 @@ DeviceExchange::Task DeviceExchange::makeTask(const TensorGroup& group, const Ri
   const std::size_t count = numPieces(task.shape, numClients);
   std::size_t numElements = 0;
   for (std::size_t piece = 0; piece < count; ++piece) {
-    if (group.deviceOf(entry.shard, ownerOf(entry.shard, piece, numClients)) != peers_.device) continue;
+    if (group.deviceOf(entry.shard, reducerOf(entry.shard, piece, numClients)) != peers_.device) continue;
     const ShardPiece own = pieceOf(task.shape.numElements, piece, count);
     append(task.pieces, own);
     numElements += own.end - own.begin;
@@ -101,11 +101,11 @@ void DeviceExchange::fetch(const TensorGroup& group, Task task) {
   }
   const MonotonicNs lead = links_.isPaced() ? computeOf_(group).lead() : 0;
   links_.at(due - lead,
-            [this, task = std::move(task), due, lead](MonotonicNs) { reducePieces(task, due, lead); });
+            [this, task = std::move(task), due, lead](MonotonicNs) { beginReduction(task, due, lead); });
 }
 
 /// @param lead minimum time before the contributions' arrival at which this is called.
-void DeviceExchange::reducePieces(Task task, MonotonicNs arrivesAt, MonotonicNs lead) {
+void DeviceExchange::beginReduction(Task task, MonotonicNs arrivesAt, MonotonicNs lead) {
   TensorGroup* group = findGroup_(task.entry.group);
   if (group == nullptr) return;  // removed because the session failed
   const ShardTask work{group, task.entry, task.pieces, links_.isPaced() ? arrivesAt : 0};

@@ -99,9 +99,9 @@ void Proxy::openLinks() {
         if (client == 0) count(group.shape(entry.shard));
         finishShard(group, entry, client);
       });
-  ownPath_ = std::make_unique<OwnPath>(
+  emulatedDirectAllReduce_ = std::make_unique<EmulatedDirectAllReduce>(
       links_, [this](std::uint32_t group) { return groups_.find(group); },
-      [this](TensorGroup& group, const RingEntry& entry) { runShard(group, entry); });
+      [this](TensorGroup& group, const RingEntry& entry) { beginShard(group, entry); });
 }
 
 /// For both, each device finishes the shards for its own clients.
@@ -424,12 +424,12 @@ void Proxy::complete(TensorGroup& group, const RingEntry& entry) {
     return;
   }
   const Algorithm algorithm = group.plan().shards[entry.shard].algorithm;
-  const bool isOnOwnPath = group.isOnOwnPath(entry.shard) && nodeExchange_ == nullptr;
-  if (isOnOwnPath && ownPath_ != nullptr && links_.isPaced()) {
-    ownPath_->start(group, entry);
-  } else if (isOnOwnPath && (numPresent == config_.numClients || group.isByNccl(entry.shard))) {
-    // From here on the workers do it (Client::reducePieces, GpuOwnPath); in host memory, shards without a
-    // contribution are reduced below.
+  const bool usesDirectAllReduce = group.usesDirectAllReduce(entry.shard) && nodeExchange_ == nullptr;
+  if (usesDirectAllReduce && emulatedDirectAllReduce_ != nullptr && links_.isPaced()) {
+    emulatedDirectAllReduce_->start(group, entry);
+  } else if (usesDirectAllReduce && (numPresent == config_.numClients || group.isByNccl(entry.shard))) {
+    // From here on the workers do it (Client::reducePieces, GpuDirectAllReduce); in host memory, shards
+    // without a contribution are reduced below.
     for (std::size_t client = 0; client < config_.numClients; ++client) finishShard(group, entry, client);
   } else if (algorithm == Algorithm::kExchange) {
     deviceExchange_->distribute(group, entry);
@@ -445,11 +445,11 @@ void Proxy::complete(TensorGroup& group, const RingEntry& entry) {
     collectives_->propose(entry);
   } else if (algorithm == Algorithm::kGather || numPresent == 0 || !group.memory().isHost()) {
     // Other processors, such as GPUs, take many shards at once: more sync cores could only divide them.
-    runShard(group, entry);
+    beginShard(group, entry);
   } else if (pushReady(control, {entry.shard, entry.step})) {
     ++numPushedReady_;
   } else {
-    runShard(group, entry);  // do not wait for a sync core that may be dead
+    beginShard(group, entry);  // do not wait for a sync core that may be dead
   }
 }
 
@@ -468,7 +468,7 @@ bool Proxy::runReadyShard(std::size_t core) {
     if (!isHost && config_.device != kHomeDevice) continue;
     ReadyShard ready;
     if (!popReady(group->control(), ready)) continue;
-    runShard(*group, {group->plan().id, ready.shard, ready.step, 0});
+    beginShard(*group, {group->plan().id, ready.shard, ready.step, 0});
     return true;
   }
   return false;
@@ -479,7 +479,7 @@ bool Proxy::runReplicatedShard(TensorGroup& group, std::size_t core) {
   const Replica& replica = *group.replica();
   std::uint32_t shard = 0;
   if (replica.owner() == config_.device && replica.control().updates().take(shard)) {
-    runShard(group, newestEntry(group, shard));
+    beginShard(group, newestEntry(group, shard));
     return true;
   }
   return replica.keeper() == config_.device && copyToReplica(group, core);
@@ -517,11 +517,11 @@ std::optional<MonotonicNs> Proxy::untilNext() const noexcept {
 }
 
 /// Finishes a shard that lies in one memory, starts it, or passes it to the other nodes.
-void Proxy::runShard(TensorGroup& group, const RingEntry& entry) {
+void Proxy::beginShard(TensorGroup& group, const RingEntry& entry) {
   // Each node updates its own parameters by a mean that nodes have already computed.
   const bool isOwnBusiness = isUpdateByMean(group.control().contribution(entry.shard, 0).flags);
   if (nodeExchange_ && !isOwnBusiness) return nodeExchange_->contribute(group, entry);
-  if (nodeExchange_) nodeExchange_->noteUpdate(group, entry.shard);
+  if (nodeExchange_) nodeExchange_->recordSettings(group, entry.shard);
   computeOf(group).begin({&group, entry});
 }
 
@@ -569,7 +569,7 @@ void Proxy::takeMean(TensorGroup& group, const RingEntry& entry) {
   const bool isUsed = group.control().contributors(entry.shard).load(std::memory_order_relaxed) > 0;
   first.flags = static_cast<std::uint8_t>(kUpdate | kReduced | (isUsed ? kPresent : 0));
   if (!pushReady(group.control(), {entry.shard, entry.step}) && group.memory().isHost())
-    return runShard(group, entry);
+    return beginShard(group, entry);
   for (std::size_t device = 0; device < config_.numDevices; ++device) doorbells_[device].ring();
 }
 

@@ -147,7 +147,7 @@ void updateShard(TensorGroup& group, std::uint32_t shardIndex) noexcept {
   update(inputs.settings, shard.dtype, arrays, inputs.divisor);
 }
 
-void runShard(TensorGroup& group, std::uint32_t shard) noexcept {
+void computeShard(TensorGroup& group, std::uint32_t shard) noexcept {
   if (group.isUpdate(shard)) {
     updateShard(group, shard);
   } else if (group.isMeasured(shard)) {

@@ -220,16 +220,16 @@ bool TensorGroup::isPresent(std::uint32_t shard, std::size_t client) const noexc
   return (control_.contribution(shard, client).flags & kPresent) != 0;
 }
 
-bool TensorGroup::isOnOwnPath(std::uint32_t shard) const noexcept {
-  return (pathFlags(shard) & kOwnPath) != 0;
+bool TensorGroup::usesDirectAllReduce(std::uint32_t shard) const noexcept {
+  return (directAllReduceFlags(shard) & kDirectAllReduce) != 0;
 }
 
 bool TensorGroup::isByNccl(std::uint32_t shard) const noexcept {
-  return (pathFlags(shard) & kByNccl) == kByNccl;
+  return (directAllReduceFlags(shard) & kByNccl) == kByNccl;
 }
 
-std::uint8_t TensorGroup::pathFlags(std::uint32_t shard) const noexcept {
-  return control_.contribution(shard, 0).flags & kPathFlags;
+std::uint8_t TensorGroup::directAllReduceFlags(std::uint32_t shard) const noexcept {
+  return control_.contribution(shard, 0).flags & kDirectAllReduceFlags;
 }
 
 std::uint32_t TensorGroup::numCounted(std::uint32_t shard) const noexcept {

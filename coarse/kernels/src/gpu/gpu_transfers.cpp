@@ -89,13 +89,15 @@ void GpuTransfers::close() noexcept {
   hasWork_.notify_all();
   thread_->join();
   thread_.reset();
-  const bool isUnfinished = failure_ != WaitStatus::kDone || !ownSteps_.empty();  // no other thread remains
-  if (ownPath_ != nullptr && (isUnfinished || ownPath_->isInStep())) ownPath_->abort();
+  const bool isUnfinished =
+      failure_ != WaitStatus::kDone || !directSteps_.empty();  // no other thread remains
+  if (directAllReduce_ != nullptr && (isUnfinished || directAllReduce_->isInStep()))
+    directAllReduce_->abort();
   try {
     const cuda::ContextScope scope(*context_);
     pushStream_.synchronize();
     pullStream_.synchronize();
-    if (ownPath_ != nullptr) ownPath_->synchronize();
+    if (directAllReduce_ != nullptr) directAllReduce_->synchronize();
   } catch (const cuda::Error&) {
     // A failed device copies nothing any more.
   }
@@ -184,19 +186,20 @@ std::size_t GpuTransfers::batchBytes() const noexcept {
   return std::clamp(leftBytes_ / 2, config_.leastBatchBytes, config_.mostBatchBytes);
 }
 
-void GpuTransfers::useOwnPath(std::shared_ptr<GpuOwnPath> ownPath, cuda::DeviceAddress slots) {
+void GpuTransfers::useDirectAllReduce(std::shared_ptr<GpuDirectAllReduce> directAllReduce,
+                                      cuda::DeviceAddress slots) {
   {
     const std::lock_guard lock(mutex_);
-    ownPath_.swap(ownPath);
+    directAllReduce_.swap(directAllReduce);
   }
   ownSlots_ = slots;
 }
 
-WaitStatus GpuTransfers::waitForOwnPath() {
+WaitStatus GpuTransfers::waitForDirectAllReduce() {
   while (true) {
     {
       const std::lock_guard lock(mutex_);
-      if (ownSteps_.empty() && failure_ == WaitStatus::kDone) return WaitStatus::kDone;
+      if (directSteps_.empty() && failure_ == WaitStatus::kDone) return WaitStatus::kDone;
     }
     if (const WaitStatus failure = status(); failure != WaitStatus::kDone) return failure;
     std::this_thread::sleep_for(kNap);
@@ -220,18 +223,18 @@ bool GpuTransfers::hasBrought(std::uint32_t count) const noexcept {
          hasReached(words_->brought.load(std::memory_order_acquire), count);
 }
 
-/// Passes their part of these tensors to the workers' own path.
+/// Passes their part of these tensors to direct all-reduce.
 WaitStatus GpuTransfers::takeOwn(const std::vector<GpuTensor>& tensors) {
-  if (ownPath_ == nullptr) return WaitStatus::kDone;
+  if (directAllReduce_ == nullptr) return WaitStatus::kDone;
   try {
     for (const GpuTensor& tensor : tensors) {
       const ShardRange shards = client_.shardsOf(config_.group, tensor.tensor);
       cuda::DeviceAddress address = tensor.destination;
       if (address == 0 && ownSlots_ != 0) address = ownSlots_ + plan_.shards[shards.first].offset;
-      ownPath_->take(shards, address, (tensor.flags & kPresent) != 0);
+      directAllReduce_->take(shards, address, (tensor.flags & kPresent) != 0);
     }
     setGiving(true);
-    ownPath_->advance(computed_);
+    directAllReduce_->advance(computed_);
   } catch (const nccl::Error& error) {
     failByNccl(error);
   } catch (...) {
@@ -256,13 +259,13 @@ void GpuTransfers::joinOwn(cuda::StreamHandle stream) {
   std::uint32_t lastBatch = 0;
   {
     const std::lock_guard lock(mutex_);
-    if (ownPath_ == nullptr || failure_ != WaitStatus::kDone) return;
+    if (directAllReduce_ == nullptr || failure_ != WaitStatus::kDone) return;
     lastBatch = lastNumber_;
   }
-  ownPath_->join(stream, words_.summed(), ++numOwnSteps_);
+  directAllReduce_->join(stream, words_.summed(), ++numDirectSteps_);
   {
     const std::lock_guard lock(mutex_);
-    if (failure_ == WaitStatus::kDone) ownSteps_.push_back({numOwnSteps_, lastBatch});
+    if (failure_ == WaitStatus::kDone) directSteps_.push_back({numDirectSteps_, lastBatch});
   }
   hasWork_.notify_one();
 }
@@ -286,7 +289,7 @@ std::vector<GpuTransfers::Batch> GpuTransfers::cut(const std::vector<GpuTensor>&
       restBytes -= bytesOf(plan_.shards[shard]);
       // A small rest joins the batch.
       const bool isFull = numBytes >= batchBytes() && restBytes >= batchBytes() / 2;
-      if (!isFull && piece.last < all.last && isOwn(piece.last) == isOwn(shard)) continue;
+      if (!isFull && piece.last < all.last && isDirect(piece.last) == isDirect(shard)) continue;
       batches.back().pieces.push_back(pieceOf(tensors[i], all.first, piece));
       piece.first = piece.last;
       if (!isFull) continue;
@@ -312,7 +315,7 @@ GpuTransfers::Piece GpuTransfers::pieceOf(const GpuTensor& tensor, std::uint32_t
   piece.shards = shards;
   piece.flags = tensor.flags;
   piece.numBytes = last.offset + bytesOf(last) - first.offset;
-  if (isOwn(shards.first)) return piece;
+  if (isDirect(shards.first)) return piece;
   if (slots_.data != nullptr) piece.slot = slots_.data + first.offset;
   piece.result = tensor.result == nullptr ? piece.slot : tensor.result + offset;
   piece.resultMemory = tensor.result == nullptr ? &slots_ : &results_;
@@ -370,7 +373,7 @@ void GpuTransfers::run() {
   std::unique_lock lock(mutex_);
   while (true) {
     hasWork_.wait(lock, [this] {
-      const bool hasWork = !pushed_.empty() || !ownSteps_.empty() || isGiving_;
+      const bool hasWork = !pushed_.empty() || !directSteps_.empty() || isGiving_;
       return isStopping_ || (hasWork && failure_ == WaitStatus::kDone);
     });
     if (isStopping_) return;
@@ -395,7 +398,7 @@ void GpuTransfers::work() {
     {
       const std::lock_guard lock(mutex_);
       if (isStopping_ || failure_ != WaitStatus::kDone) return announced_.clear();
-      if (pushed_.empty() && announced_.empty() && ownSteps_.empty() && !isGiving_) return;
+      if (pushed_.empty() && announced_.empty() && directSteps_.empty() && !isGiving_) return;
     }
     if (spin.yield()) continue;
     std::this_thread::sleep_for(kNap);
@@ -403,7 +406,7 @@ void GpuTransfers::work() {
     if (now - checkedAt < kHealthInterval) continue;
     checkedAt = now;
     if (const WaitStatus status = checkProgress(); status != WaitStatus::kDone) fail(status);
-    checkOwnPath();
+    checkDirectAllReduce();
   }
 }
 
@@ -450,19 +453,19 @@ bool GpuTransfers::releaseSummed() {
   const std::uint32_t summed = words_->summed.load(std::memory_order_acquire);
   {
     const std::lock_guard lock(mutex_);
-    if (ownSteps_.empty() || !hasReached(summed, ownSteps_.front().number)) return false;
+    if (directSteps_.empty() || !hasReached(summed, directSteps_.front().number)) return false;
   }
-  checkOwnPath();
+  checkDirectAllReduce();
   const std::lock_guard lock(mutex_);
-  while (!ownSteps_.empty() && hasReached(summed, ownSteps_.front().number)) ownSteps_.pop_front();
+  while (!directSteps_.empty() && hasReached(summed, directSteps_.front().number)) directSteps_.pop_front();
   return true;
 }
 
-void GpuTransfers::checkOwnPath() {
-  const auto ownPath = this->ownPath();
-  if (ownPath == nullptr) return;
+void GpuTransfers::checkDirectAllReduce() {
+  const auto directAllReduce = this->directAllReduce();
+  if (directAllReduce == nullptr) return;
   try {
-    ownPath->check();
+    directAllReduce->check();
   } catch (const nccl::Error& error) {
     failByNccl(error);
   }
@@ -488,13 +491,13 @@ WaitStatus GpuTransfers::checkProgress() {
   if (now - progressedAt_ < limit) return WaitStatus::kDone;
   // The GPU's computation has no time limit.
   const std::uint32_t brought = words_->brought.load(std::memory_order_acquire);
-  const bool waitsForNccl = !ownSteps_.empty() && hasReached(brought, ownSteps_.front().lastBatch);
+  const bool waitsForNccl = !directSteps_.empty() && hasReached(brought, directSteps_.front().lastBatch);
   return announced_.empty() && !waitsForNccl ? WaitStatus::kDone : WaitStatus::kTimedOut;
 }
 
-std::shared_ptr<GpuOwnPath> GpuTransfers::ownPath() const {
+std::shared_ptr<GpuDirectAllReduce> GpuTransfers::directAllReduce() const {
   const std::lock_guard lock(mutex_);
-  return ownPath_;
+  return directAllReduce_;
 }
 
 /// Releases all streams, unless that is done.
@@ -505,12 +508,13 @@ void GpuTransfers::fail(WaitStatus status, std::string ownFailure) {
     failure_ = status;
     ownFailure_ = std::move(ownFailure);
     pushed_.clear();
-    ownSteps_.clear();
+    directSteps_.clear();
     words_->returned.store(lastNumber_, std::memory_order_release);
   }
   // This is the thread's only call of CUDA: NCCL waits for ranks that may never come, and nothing else waits
   // any more.
-  if (const auto ownPath = this->ownPath(); ownPath != nullptr) ownPath->abort();
+  if (const auto directAllReduce = this->directAllReduce(); directAllReduce != nullptr)
+    directAllReduce->abort();
 }
 
 }  // namespace coarse

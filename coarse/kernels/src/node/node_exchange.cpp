@@ -190,7 +190,7 @@ void NodeExchange::contribute(const TensorGroup& tensors, const RingEntry& entry
   arrive(group, entry);
 }
 
-void NodeExchange::noteUpdate(const TensorGroup& tensors, std::uint32_t shard) {
+void NodeExchange::recordSettings(const TensorGroup& tensors, std::uint32_t shard) {
   const GroupPointer group = find(tensors.plan().id);
   if (group == nullptr) return;
   // relaxed: the next contribution to the shard comes after this update.

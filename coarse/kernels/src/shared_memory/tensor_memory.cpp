@@ -16,7 +16,7 @@ class HostCompute : public ShardCompute {
   explicit HostCompute(Finish finish) : finish_(std::move(finish)) {}
   void begin(const ShardTask& task) override {
     if (task.pieces.empty()) {
-      runShard(*task.group, task.entry.shard);
+      computeShard(*task.group, task.entry.shard);
     } else {
       reducePieces(*task.group, task.entry.shard, task.pieces);
     }

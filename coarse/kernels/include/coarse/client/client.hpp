@@ -104,9 +104,9 @@ class Client {
   /// Sets the memory devices that take shards pushed from now on.
   /// @throws std::invalid_argument unless there is one for each shard.
   void setRoutes(std::uint32_t group, std::vector<std::uint16_t> routes);
-  /// Sets the path of each shard, from its next push on: flags from kPathFlags.
+  /// Sets the way of each shard from its next push on: kDirectAllReduceFlags.
   /// @throws std::invalid_argument unless each shard has valid flags.
-  void setPathFlags(std::uint32_t group, std::vector<std::uint8_t> flags);
+  void setDirectAllReduceFlags(std::uint32_t group, std::vector<std::uint8_t> flags);
 
   /// Contributes tensor `tensor` of `group`. With a `source`, copies its bytes to the slot first, shard by
   /// shard, and notifies the memory device of each shard when it is copied.
@@ -160,7 +160,7 @@ class Client {
   /// Reduces this client's piece of each of these shards, from all slots into its own: the first half of an
   /// all-reduce by the workers themselves (dual synchronisation, paper, section III-F). Until the second half
   /// only this client reads its piece of any slot, so it can be written in place.
-  /// @pre the contributions of all clients have been announced with kOwnPath, and pulled.
+  /// @pre the contributions of all clients have been announced with kDirectAllReduce, and pulled.
   /// @throws std::invalid_argument without addPeers(), or for a shard that does not exist.
   void reducePieces(std::uint32_t group, const std::vector<std::uint32_t>& shards);
   /// Copies the other clients' pieces to this client's slots. @pre all clients have returned from
@@ -189,7 +189,7 @@ class Client {
     std::mutex copiesMutex;              // guards `copies`
     std::vector<Mapping> peers;          // slots of all clients, read-only; empty if only devices reduce
     std::vector<std::uint16_t> routes;
-    std::vector<std::uint8_t> pathFlags;  // of each shard
+    std::vector<std::uint8_t> directAllReduceFlags;  // of each shard
     std::vector<ClientTensor> tensors;
   };
 

@@ -50,11 +50,11 @@ class PrivateView {
     std::byte* data;
   };
 
-  struct Descriptor {
-    Descriptor(int opened, const char* what);
-    Descriptor(const Descriptor&) = delete;
-    Descriptor& operator=(const Descriptor&) = delete;
-    ~Descriptor();
+  struct FileDescriptor {
+    FileDescriptor(int opened, const char* what);
+    FileDescriptor(const FileDescriptor&) = delete;
+    FileDescriptor& operator=(const FileDescriptor&) = delete;
+    ~FileDescriptor();
 
     int fd;
   };
@@ -63,8 +63,8 @@ class PrivateView {
 
   std::size_t numBytes_;
   Pages pages_;
-  Descriptor faults_;   // of userfaultfd
-  Descriptor pagemap_;  // of this process
+  FileDescriptor faults_;   // of userfaultfd
+  FileDescriptor pagemap_;  // of this process
 };
 
 }  // namespace coarse

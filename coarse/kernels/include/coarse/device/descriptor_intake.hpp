@@ -9,6 +9,7 @@
 #include <optional>
 #include <vector>
 
+#include "coarse/device/group_table.hpp"
 #include "coarse/device/shard_queue.hpp"
 #include "coarse/device/tensor_group.hpp"
 #include "coarse/emulation/device_links.hpp"
@@ -41,8 +42,6 @@ struct IntakeConfig {
 /// thread; drain() from one thread at a time.
 class DescriptorIntake {
  public:
-  /// Finds a registered tensor group by its id; nullptr if there is none.
-  using FindGroup = std::function<TensorGroup*(std::uint32_t group)>;
   /// Called for each descriptor. @returns whether it was recorded as a contribution.
   using Accept = std::function<bool(std::size_t client, const Descriptor& descriptor)>;
 

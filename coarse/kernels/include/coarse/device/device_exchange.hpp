@@ -6,6 +6,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "coarse/device/group_table.hpp"
 #include "coarse/device/shard_compute.hpp"
 #include "coarse/device/shard_queue.hpp"
 #include "coarse/device/tensor_group.hpp"
@@ -39,8 +40,6 @@ struct ExchangePeers {
 /// Nothing here blocks. Thread safety: one caller at a time.
 class DeviceExchange {
  public:
-  /// Finds a registered tensor group by its id; nullptr if there is none.
-  using FindGroup = std::function<TensorGroup*(std::uint32_t group)>;
   /// The ShardCompute that reduces a group's shards; it reports reduced pieces to reduced().
   using ComputeOf = std::function<ShardCompute&(const TensorGroup& group)>;
   /// Called once per client, in one of the devices, when the client has the result of a shard.
@@ -49,7 +48,7 @@ class DeviceExchange {
   DeviceExchange(ExchangePeers peers, DeviceLinks& links, FindGroup findGroup, ComputeOf computeOf,
                  ClientDone clientDone);
 
-  /// Notifies the devices that own pieces of a shard. Called where its last contribution arrived.
+  /// Notifies the devices that reduce pieces of a shard. Called where its last contribution arrived.
   void distribute(TensorGroup& group, const RingEntry& entry);
   /// Starts on the next shard that any device has distributed. @returns whether there was one.
   bool advance();
@@ -71,7 +70,7 @@ class DeviceExchange {
 
   Task makeTask(const TensorGroup& group, const RingEntry& entry) const;
   void fetch(const TensorGroup& group, Task task);
-  void reducePieces(Task task, MonotonicNs arrivesAt, MonotonicNs lead);
+  void beginReduction(Task task, MonotonicNs arrivesAt, MonotonicNs lead);
   void sendPieces(const RingEntry& entry, MonotonicNs sentAt);
   MonotonicNs sendResults(const TensorGroup& group, const Task& task, MonotonicNs sentAt);
   void conclude(std::uint64_t key);

@@ -10,6 +10,9 @@
 
 namespace coarse {
 
+/// Finds a registered tensor group by its id; nullptr if there is none.
+using FindGroup = std::function<TensorGroup*(std::uint32_t group)>;
+
 /// The tensor groups of one memory device.
 ///
 /// Thread safety: any number of readers, or one writer alone.

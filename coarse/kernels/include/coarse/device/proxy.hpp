@@ -8,13 +8,13 @@
 #include <string>
 #include <vector>
 
-#include "coarse/client/own_path.hpp"
 #include "coarse/client/probe.hpp"
 #include "coarse/device/descriptor_intake.hpp"
 #include "coarse/device/descriptor_validation.hpp"
 #include "coarse/device/device_collectives.hpp"
 #include "coarse/device/device_exchange.hpp"
 #include "coarse/device/device_rings.hpp"
+#include "coarse/device/emulated_direct_allreduce.hpp"
 #include "coarse/device/group_table.hpp"
 #include "coarse/device/shard_compute.hpp"
 #include "coarse/device/sync_cores.hpp"
@@ -159,7 +159,7 @@ class Proxy {
   bool copyToReplica(TensorGroup& group, std::size_t core);
   bool advanceComputes();
   std::optional<MonotonicNs> untilNext() const noexcept;
-  void runShard(TensorGroup& group, const RingEntry& entry);
+  void beginShard(TensorGroup& group, const RingEntry& entry);
   void reduceForNodes(TensorGroup& group, const RingEntry& entry, ShardArrays arrays);
   bool beginNodeTasks();
   void finishNodeTasks();
@@ -185,7 +185,7 @@ class Proxy {
   std::unique_ptr<DeviceRings> rings_;              // null if no group is reduced by rings; used by any core
   std::unique_ptr<DeviceCollectives> collectives_;  // likewise, for a library's collectives
   std::unique_ptr<DeviceExchange> deviceExchange_;  // likewise, for exchanged groups
-  std::unique_ptr<OwnPath> ownPath_;                // likewise
+  std::unique_ptr<EmulatedDirectAllReduce> emulatedDirectAllReduce_;  // likewise
   std::unique_ptr<Prober> prober_;
 
   std::uint32_t numPushedReady_ = 0;  // counted by core 0, since it last woke others

@@ -6,6 +6,7 @@
 #include <memory>
 #include <vector>
 
+#include "coarse/device/group_table.hpp"
 #include "coarse/device/ring_step.hpp"
 #include "coarse/device/shard_queue.hpp"
 #include "coarse/device/tensor_group.hpp"
@@ -13,8 +14,6 @@
 
 namespace coarse {
 
-/// Finds a registered tensor group by its id; nullptr if there is none.
-using FindGroup = std::function<TensorGroup*(std::uint32_t group)>;
 /// Called when a shard's result is in the slots of the device's own clients. Clients of other devices may
 /// have pushed its next step by then, so `shape` gives the shard's shape in this step; do not look it up
 /// again.

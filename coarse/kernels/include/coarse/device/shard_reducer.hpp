@@ -61,6 +61,6 @@ void reduceArrays(TensorGroup& group, std::uint32_t shard, const ShardArrays& ar
 void updateShard(TensorGroup& group, std::uint32_t shard) noexcept;
 
 /// Runs the function above that the contributions request. @pre as for reduceShard().
-void runShard(TensorGroup& group, std::uint32_t shard) noexcept;
+void computeShard(TensorGroup& group, std::uint32_t shard) noexcept;
 
 }  // namespace coarse

@@ -172,11 +172,11 @@ class TensorGroup {
   ShardShape shape(std::uint32_t shard) const noexcept;
   bool isPresent(std::uint32_t shard, std::size_t client) const noexcept;
   /// Whether the workers reduce the shard themselves. @pre all contributions have arrived and agree.
-  bool isOnOwnPath(std::uint32_t shard) const noexcept;
-  /// For a shard on the workers' own path: whether they use NCCL between their GPUs.
+  bool usesDirectAllReduce(std::uint32_t shard) const noexcept;
+  /// For a shard of direct all-reduce: whether the workers use NCCL between their GPUs.
   bool isByNccl(std::uint32_t shard) const noexcept;
-  /// The shard's flags among kPathFlags. @pre all contributions have arrived and agree.
-  std::uint8_t pathFlags(std::uint32_t shard) const noexcept;
+  /// The shard's flags among kDirectAllReduceFlags. @pre all contributions have arrived and agree.
+  std::uint8_t directAllReduceFlags(std::uint32_t shard) const noexcept;
   /// The memory device that took the client's contribution.
   std::size_t deviceOf(std::uint32_t shard, std::size_t client) const noexcept {
     return control_.contribution(shard, client).device;

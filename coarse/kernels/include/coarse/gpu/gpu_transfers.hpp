@@ -13,7 +13,7 @@
 
 #include "coarse/client/client.hpp"
 #include "coarse/gpu/cuda_driver.hpp"
-#include "coarse/gpu/gpu_own_path.hpp"
+#include "coarse/gpu/gpu_direct_allreduce.hpp"
 #include "coarse/shared_memory/layout.hpp"
 #include "coarse/shared_memory/shared_memory.hpp"
 #include "coarse/shared_memory/waiting.hpp"
@@ -63,8 +63,8 @@ struct GpuTensor {
 /// If memory devices are lost or take too long, all streams are released, results are the slots' contents,
 /// and every later call reports the failure.
 ///
-/// Shards of the workers' own path (useOwnPath) stay in place: NCCL works there. Memory devices receive only
-/// the notice of the contribution, so that contributors and late workers are known for all shards alike.
+/// Shards of direct all-reduce (useDirectAllReduce) stay in place: NCCL works there. Memory devices receive
+/// only the notice of the contribution, so that contributors and late workers are known for all shards alike.
 ///
 /// Thread safety: one caller at a time, the client's caller.
 class GpuTransfers {
@@ -104,9 +104,9 @@ class GpuTransfers {
   /// call it with the same shards, after setting the shards' path flags in the client. @pre all results of
   /// previous pushes have arrived.
   /// @param slots the address of the slots on the worker's GPU, for tensors that lie there; else 0.
-  void useOwnPath(std::shared_ptr<GpuOwnPath> ownPath, cuda::DeviceAddress slots);
+  void useDirectAllReduce(std::shared_ptr<GpuDirectAllReduce> directAllReduce, cuda::DeviceAddress slots);
   /// Waits until NCCL has done the work of all joined steps, or a failure occurs.
-  WaitStatus waitForOwnPath();
+  WaitStatus waitForDirectAllReduce();
   /// The first failure; kDone if none. @throws nccl::Error for a failure of NCCL.
   WaitStatus status() const;
   /// Number of the last pushed batch, for hasBrought(); wraps around.
@@ -140,7 +140,7 @@ class GpuTransfers {
     SomeEvent brought;
   };
   /// NCCL's work in a step.
-  struct OwnStep {
+  struct DirectStep {
     std::uint32_t number = 0;     // from 1, wraps around
     std::uint32_t lastBatch = 0;  // of the step: after it has been copied, only NCCL is awaited
   };
@@ -174,7 +174,9 @@ class GpuTransfers {
   bool isReached(const MappedMemory& memory) const noexcept {
     return memory.gpu->handle() == context_->handle();
   }
-  bool isOwn(std::uint32_t shard) const noexcept { return ownPath_ != nullptr && ownPath_->has(shard); }
+  bool isDirect(std::uint32_t shard) const noexcept {
+    return directAllReduce_ != nullptr && directAllReduce_->has(shard);
+  }
   WaitStatus takeOwn(const std::vector<GpuTensor>& tensors);
   void setGiving(bool isGiving);
   void joinOwn(cuda::StreamHandle stream);
@@ -190,9 +192,9 @@ class GpuTransfers {
   bool announceBrought();
   bool releaseReturned();
   bool releaseSummed();
-  void checkOwnPath();
+  void checkDirectAllReduce();
   void failByNccl(const nccl::Error& error);
-  std::shared_ptr<GpuOwnPath> ownPath() const;
+  std::shared_ptr<GpuDirectAllReduce> directAllReduce() const;
   WaitStatus checkProgress();
   void fail(WaitStatus status, std::string ownFailure = {});
 
@@ -210,18 +212,19 @@ class GpuTransfers {
   std::size_t stepBytes_ = 0;         // of all tensors
   std::size_t leftBytes_ = 0;         // of the tensors not pushed in this step
   cuda::DeviceAddress ownSlots_ = 0;  // the slots' address on this GPU
-  std::uint32_t numOwnSteps_ = 0;
+  std::uint32_t numDirectSteps_ = 0;
 
   mutable std::mutex mutex_;  // guards the members below, up to the next comment
   std::condition_variable hasWork_;
   std::deque<SharedBatch> pushed_;  // pushed and not announced
   std::uint32_t lastNumber_ = 0;
   WaitStatus failure_ = WaitStatus::kDone;
-  std::string ownFailure_;               // NCCL's, if it was the first failure
-  std::shared_ptr<GpuOwnPath> ownPath_;  // written by the caller, who reads it without the lock
-  std::deque<OwnStep> ownSteps_;         // joined steps that NCCL has not completed
-  bool isGiving_ = false;                // the caller is in a call of NCCL
-  std::uint32_t numGivings_ = 0;         // number of such calls so far
+  std::string ownFailure_;  // NCCL's, if it was the first failure
+  std::shared_ptr<GpuDirectAllReduce>
+      directAllReduce_;                 // written by the caller, who reads it without the lock
+  std::deque<DirectStep> directSteps_;  // joined steps that NCCL has not completed
+  bool isGiving_ = false;               // the caller is in a call of NCCL
+  std::uint32_t numGivings_ = 0;        // number of such calls so far
   bool isStopping_ = false;
 
   // Used by the thread alone.

@@ -23,9 +23,9 @@ inline constexpr std::size_t kMostNodes = 256;
 /// shard has an owner node. The other nodes send it the reduction of their own workers' contributions, and
 /// receive the result. A result depends only on the contributions, never on their time of arrival.
 ///
-/// Thread safety: any sync core may call contribute() and noteUpdate(); one control thread calls addGroup()
-/// and the rest. The functions passed to it are called from sync cores and from the links' thread. Locks:
-/// groupsMutex_ alone, and those of NodeLinks, never both.
+/// Thread safety: any sync core may call contribute() and recordSettings(); one control thread calls
+/// addGroup() and the rest. The functions passed to it are called from sync cores and from the links' thread.
+/// Locks: groupsMutex_ alone, and those of NodeLinks, never both.
 class NodeExchange {
  public:
   /// Called when the result of a shard lies in the slots of all clients of this node.
@@ -55,7 +55,7 @@ class NodeExchange {
   /// Takes a shard to which all clients of this node have contributed.
   void contribute(const TensorGroup& group, const RingEntry& entry);
   /// Must be called before a shard's parameter is updated by a mean that nodes have computed before.
-  void noteUpdate(const TensorGroup& group, std::uint32_t shard);
+  void recordSettings(const TensorGroup& group, std::uint32_t shard);
 
   /// A worker of this node, whose rank is `rank`, will push no more.
   void workerLeft(std::uint32_t rank);

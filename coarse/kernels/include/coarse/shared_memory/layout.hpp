@@ -67,15 +67,15 @@ static_assert(sizeof(Inbox) == kCacheLineBytes);
 
 /// Flags of a contribution.
 enum : std::uint8_t {
-  kPresent = 1,    // the slot holds a contribution; without this flag the client contributes nothing
-  kJoined = 2,     // the client has run out of inputs and does not count in a mean
-  kOwnPath = 4,    // the workers reduce this shard themselves; the contribution stays with its worker
-  kAllGather = 8,  // on their own path: by all-gather
-  kAllToAll = 16,  // on their own path: by all-to-all; with neither flag, by a ring
-  kByNccl = 24,    // both flags: by NCCL, with zeros for a client without a contribution
-  kUpdate = 32,    // the mean updates the parameter (update.hpp); slots stay unchanged
-  kReduced = 64,   // with kUpdate: slots hold the mean of an earlier step; the first slot is used
-  kMeasure = 128,  // the mean is measured (GradientMeasure); for groups with an optimizer
+  kPresent = 1,          // the slot holds a contribution; without this flag the client contributes nothing
+  kJoined = 2,           // the client has run out of inputs and does not count in a mean
+  kDirectAllReduce = 4,  // the workers reduce this shard themselves; the contribution stays with its worker
+  kAllGather = 8,        // direct all-reduce by all-gather
+  kAllToAll = 16,        // direct all-reduce by all-to-all; with neither flag, by a ring
+  kByNccl = 24,          // both flags: by NCCL, with zeros for a client without a contribution
+  kUpdate = 32,          // the mean updates the parameter (update.hpp); slots stay unchanged
+  kReduced = 64,         // with kUpdate: slots hold the mean of an earlier step; the first slot is used
+  kMeasure = 128,        // the mean is measured (GradientMeasure); for groups with an optimizer
 };
 
 /// Whether the update uses a mean that every slot already holds.
@@ -83,8 +83,8 @@ constexpr bool isUpdateByMean(std::uint8_t flags) noexcept {
   return (flags & kUpdate) != 0 && (flags & kReduced) != 0;
 }
 
-/// The path flags, on which all contributions to a shard must agree.
-inline constexpr std::uint8_t kPathFlags = kOwnPath | kAllGather | kAllToAll;
+/// The flags of direct all-reduce, on which all contributions to a shard must agree.
+inline constexpr std::uint8_t kDirectAllReduceFlags = kDirectAllReduce | kAllGather | kAllToAll;
 
 /// One client's notice that its contribution to a shard lies in its slot.
 struct Descriptor {

@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <functional>
 
+#include "coarse/device/group_table.hpp"
 #include "coarse/device/shard_queue.hpp"
 #include "coarse/device/tensor_group.hpp"
 #include "coarse/emulation/device_links.hpp"
@@ -10,7 +11,7 @@
 
 namespace coarse {
 
-/// The workers' own all-reduce in an emulated session, past the memory devices (dual synchronisation, paper,
+/// Direct all-reduce in an emulated session, past the memory devices (dual synchronisation, paper,
 /// section III-F). The flags of the contributions select how the p workers reduce a shard of n bytes:
 ///
 /// - ring: in 2(p-1) iterations each worker sends n/p bytes to the next one, as NCCL's ring does;
@@ -18,18 +19,16 @@ namespace coarse {
 /// - all-to-all: each sends n/p bytes to every other one, which sums them and sends its sum to all.
 ///
 /// A contribution stays with its worker. When the whole last iteration has arrived, the shard is reduced in
-/// the order of the clients, for every path. The memory device that received the last announcement does the
+/// the order of the clients, for every way. The memory device that received the last announcement does the
 /// reduction; only the links take emulated time.
 ///
 /// Nothing here blocks. Thread safety: one caller at a time.
-class OwnPath {
+class EmulatedDirectAllReduce {
  public:
-  /// Finds a registered tensor group by its id; nullptr if there is none.
-  using FindGroup = std::function<TensorGroup*(std::uint32_t group)>;
   /// Reduces a shard whose contributions have been exchanged, and completes it for all clients.
   using Reduce = std::function<void(TensorGroup& group, const RingEntry& entry)>;
 
-  OwnPath(DeviceLinks& links, FindGroup findGroup, Reduce reduce);
+  EmulatedDirectAllReduce(DeviceLinks& links, FindGroup findGroup, Reduce reduce);
 
   /// @pre all contributions to the shard have been announced, lie with the workers, and have the same path
   /// flags.

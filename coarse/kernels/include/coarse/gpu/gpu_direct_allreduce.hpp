@@ -13,7 +13,7 @@
 
 namespace coarse {
 
-/// The workers' own path between their GPUs: NCCL sums some shards of each step, on its own stream, while
+/// Direct all-reduce between the workers' GPUs: NCCL sums some shards of each step, on its own stream, while
 /// others go to the memory devices (paper, section III-F: T_sync(GPU)).
 ///
 /// Shards are summed in place. NCCL gets them in an order on which all workers have agreed, in buckets, each
@@ -22,17 +22,17 @@ namespace coarse {
 ///
 /// Thread safety: one caller at a time, except check() and abort(), which any thread may call at any time;
 /// abort() may run concurrently with any call.
-class GpuOwnPath {
+class GpuDirectAllReduce {
  public:
   /// @param communicator of the group's workers; no one else uses it meanwhile.
   /// @param plan of the group; must outlive this.
   /// @param shards summed on this path, in the order of all workers: sums or means of float32 or float64.
   /// @param bucketBytes minimum size that NCCL gets at once.
   /// @throws std::invalid_argument for a shard that does not exist, occurs twice or is of another kind.
-  GpuOwnPath(std::shared_ptr<nccl::Communicator> communicator, const GroupPlan& plan,
-             const std::vector<std::uint32_t>& shards, std::size_t bucketBytes);
+  GpuDirectAllReduce(std::shared_ptr<nccl::Communicator> communicator, const GroupPlan& plan,
+                     const std::vector<std::uint32_t>& shards, std::size_t bucketBytes);
 
-  bool has(std::uint32_t shard) const noexcept { return isOwn_[shard]; }
+  bool has(std::uint32_t shard) const noexcept { return isTaken_[shard]; }
   /// Takes the next step's contribution to those of these shards that are on this path. The first shard lies
   /// at `address`; the memory there receives the result even without a contribution. The memory must stay
   /// valid until join() has ended the step. @throws std::logic_error if a shard was already taken in this
@@ -78,7 +78,7 @@ class GpuOwnPath {
   const GroupPlan& plan_;
   cuda::Stream stream_;
   cuda::Event summed_;
-  std::vector<bool> isOwn_;      // by shard
+  std::vector<bool> isTaken_;    // by shard
   std::vector<Bucket> buckets_;  // in the order of all workers
   std::vector<Place> taken_;     // by shard, of this step
   bool hasTaken_ = false;        // whether shards were taken since the stream last waited

@@ -1,31 +1,32 @@
-#include "coarse/client/own_path.hpp"
+#include "coarse/device/emulated_direct_allreduce.hpp"
 
 #include <algorithm>
 #include <utility>
 
 namespace coarse {
 
-OwnPath::OwnPath(DeviceLinks& links, FindGroup findGroup, Reduce reduce)
+EmulatedDirectAllReduce::EmulatedDirectAllReduce(DeviceLinks& links, FindGroup findGroup, Reduce reduce)
     : links_(links), findGroup_(std::move(findGroup)), reduce_(std::move(reduce)) {}
 
-void OwnPath::start(const TensorGroup& group, const RingEntry& entry) {
+void EmulatedDirectAllReduce::start(const TensorGroup& group, const RingEntry& entry) {
   const MonotonicNs sentAt = links_.isPaced() ? timeOf(entry.completedAt, monotonicNow()) : MonotonicNs{0};
   iterate(makeTask(group, entry), 0, sentAt);
 }
 
-OwnPath::Task OwnPath::makeTask(const TensorGroup& group, const RingEntry& entry) {
+EmulatedDirectAllReduce::Task EmulatedDirectAllReduce::makeTask(const TensorGroup& group,
+                                                                const RingEntry& entry) {
   const ShardShape shape = group.shape(entry.shard);
   const std::size_t p = group.plan().numClients;
   const std::size_t whole =
       group.numPresent(entry.shard) == 0 ? 0 : shape.numElements * itemBytes(shape.dtype);
   const std::size_t part = (whole + p - 1) / p;
-  const std::uint8_t path = group.pathFlags(entry.shard);
+  const std::uint8_t path = group.directAllReduceFlags(entry.shard);
   if ((path & kAllGather) != 0) return {entry, p, 1, p - 1, whole};
   if ((path & kAllToAll) != 0) return {entry, p, 2, p - 1, part};
   return {entry, p, 2 * (p - 1), 1, part};
 }
 
-void OwnPath::iterate(const Task& task, std::size_t iteration, MonotonicNs sentAt) {
+void EmulatedDirectAllReduce::iterate(const Task& task, std::size_t iteration, MonotonicNs sentAt) {
   if (iteration == task.numIterations) {
     TensorGroup* group = findGroup_(task.entry.group);
     if (group != nullptr) reduce_(*group, task.entry);  // otherwise removed because the session failed

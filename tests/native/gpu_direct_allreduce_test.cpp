@@ -1,7 +1,7 @@
 /// Some shards of a step go by NCCL between the GPUs of the workers, others by the memory devices: whichever
 /// way, step after step the results are those of all workers, and where somebody is missing nothing hangs.
 /// Driver and NCCL are those of cuda_stand_in.cpp and nccl_stand_in.cpp; workers are threads.
-#include "coarse/gpu/gpu_own_path.hpp"
+#include "coarse/gpu/gpu_direct_allreduce.hpp"
 
 #include <gtest/gtest.h>
 
@@ -17,7 +17,7 @@
 #include "fixture.hpp"
 #include "gpu_worker.hpp"
 
-namespace coarse::test::gpu_own_path_test {
+namespace coarse::test::gpu_direct_allreduce_test {
 namespace {
 
 constexpr std::size_t kBucketBytes = 1000;  // a shard of 200 numbers is less, two are more
@@ -27,9 +27,9 @@ constexpr std::size_t kNumWorkers = 2;
 const std::vector<std::uint32_t> kSomeShards = {12, 13, 14, 15, 0, 2, 3, 4, 5};
 const std::vector<std::uint32_t> kAllShards = {0, 16, 15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1};
 
-class GpuOwnPathJob : public testing::Test {
+class GpuDirectAllReduceJob : public testing::Test {
  protected:
-  GpuOwnPathJob() {
+  GpuDirectAllReduceJob() {
     plan_ = makePlan(kGroup, kNumWorkers, someTensors(), kShardElements);
     cluster_.start().addToProxies(plan_);
   }
@@ -45,18 +45,18 @@ class GpuOwnPathJob : public testing::Test {
                                                 static_cast<int>(kNumWorkers), context);
   }
   /// Has the worker's transfers, or only what it tells memory devices, take these shards by NCCL.
-  void useOwnPath(GpuWorker& worker, std::size_t rank,
-                  const std::shared_ptr<nccl::Communicator>& communicator,
-                  const std::vector<std::uint32_t>& shards) {
+  void useDirectAllReduce(GpuWorker& worker, std::size_t rank,
+                          const std::shared_ptr<nccl::Communicator>& communicator,
+                          const std::vector<std::uint32_t>& shards) {
     std::vector<std::uint8_t> flags(plan_.shards.size());
-    for (const std::uint32_t shard : shards) flags[shard] = kOwnPath | kByNccl;
-    cluster_.client(rank).setPathFlags(kGroup, flags);
-    std::shared_ptr<GpuOwnPath> ownPath;
+    for (const std::uint32_t shard : shards) flags[shard] = kDirectAllReduce | kByNccl;
+    cluster_.client(rank).setDirectAllReduceFlags(kGroup, flags);
+    std::shared_ptr<GpuDirectAllReduce> directAllReduce;
     if (communicator != nullptr) {
-      ownPath = std::make_shared<GpuOwnPath>(communicator, cluster_.client(rank).plan(kGroup), shards,
-                                             kBucketBytes);
+      directAllReduce = std::make_shared<GpuDirectAllReduce>(communicator, cluster_.client(rank).plan(kGroup),
+                                                             shards, kBucketBytes);
     }
-    worker.transfers().useOwnPath(ownPath, 0);
+    worker.transfers().useDirectAllReduce(directAllReduce, 0);
   }
   /// Runs function(worker, rank) for all workers, which have joined NCCL and take these shards.
   void forWorkers(const std::vector<std::uint32_t>& shards,
@@ -65,7 +65,7 @@ class GpuOwnPathJob : public testing::Test {
     const nccl::UniqueId id = library_->makeUniqueId();
     together(kNumWorkers, [&](std::size_t rank) {
       const auto worker = makeWorker(rank, timeoutSeconds);
-      useOwnPath(*worker, rank, join(id, rank, worker->context()), shards);
+      useDirectAllReduce(*worker, rank, join(id, rank, worker->context()), shards);
       function(*worker, rank);
     });
   }
@@ -77,19 +77,20 @@ class GpuOwnPathJob : public testing::Test {
   Memory gate_{4096};  // a word at which streams can be held
 };
 
-class GpuOwnPathOf : public GpuOwnPathJob, public testing::WithParamInterface<std::vector<std::uint32_t>> {};
+class GpuDirectAllReduceOf : public GpuDirectAllReduceJob,
+                             public testing::WithParamInterface<std::vector<std::uint32_t>> {};
 
-TEST_P(GpuOwnPathOf, HasTheResultsOfAllStepAfterStep) {
+TEST_P(GpuDirectAllReduceOf, HasTheResultsOfAllStepAfterStep) {
   forWorkers(GetParam(), [](GpuWorker& worker, std::size_t) {
     for (std::uint32_t step = 1; step <= 20; ++step) {
       ASSERT_NO_FATAL_FAILURE(worker.step(step));
       ASSERT_NO_FATAL_FAILURE(worker.expectResults({0, 1}, step, kNumWorkers));
     }
-    EXPECT_EQ(worker.transfers().waitForOwnPath(), WaitStatus::kDone);
+    EXPECT_EQ(worker.transfers().waitForDirectAllReduce(), WaitStatus::kDone);
   });
 }
 
-TEST_P(GpuOwnPathOf, CountsAWorkerWithoutAContributionAsZeros) {
+TEST_P(GpuDirectAllReduceOf, CountsAWorkerWithoutAContributionAsZeros) {
   forWorkers(GetParam(), [&](GpuWorker& worker, std::size_t rank) {
     std::vector<GpuTensor> tensors;
     for (std::uint32_t tensor = 0; tensor < someTensors().size(); ++tensor) {
@@ -104,14 +105,14 @@ TEST_P(GpuOwnPathOf, CountsAWorkerWithoutAContributionAsZeros) {
   });
 }
 
-TEST_P(GpuOwnPathOf, CanBeTakenUpAndGivenUpBetweenSteps) {
+TEST_P(GpuDirectAllReduceOf, CanBeTakenUpAndGivenUpBetweenSteps) {
   const nccl::UniqueId id = library_->makeUniqueId();
   together(kNumWorkers, [&](std::size_t rank) {
     const auto worker = makeWorker(rank);
     const auto communicator = join(id, rank, worker->context());
     for (std::uint32_t step = 1; step <= 9; ++step) {
-      useOwnPath(*worker, rank, step % 3 == 0 ? nullptr : communicator,
-                 step % 3 == 0 ? std::vector<std::uint32_t>{} : GetParam());
+      useDirectAllReduce(*worker, rank, step % 3 == 0 ? nullptr : communicator,
+                         step % 3 == 0 ? std::vector<std::uint32_t>{} : GetParam());
       ASSERT_NO_FATAL_FAILURE(worker->step(step));
       ASSERT_NO_FATAL_FAILURE(worker->expectResults({0, 1}, step, kNumWorkers));
       ASSERT_EQ(cluster_.client(rank).pullAll(kGroup, kPatienceSeconds), WaitStatus::kDone);
@@ -119,10 +120,10 @@ TEST_P(GpuOwnPathOf, CanBeTakenUpAndGivenUpBetweenSteps) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Shards, GpuOwnPathOf, testing::Values(kSomeShards, kAllShards),
+INSTANTIATE_TEST_SUITE_P(Shards, GpuDirectAllReduceOf, testing::Values(kSomeShards, kAllShards),
                          [](const auto& info) { return info.index == 0 ? "Some" : "All"; });
 
-TEST_F(GpuOwnPathJob, GoesOnWithoutWaitingForTheGpu) {
+TEST_F(GpuDirectAllReduceJob, GoesOnWithoutWaitingForTheGpu) {
   const auto word = reinterpret_cast<cuda::DeviceAddress>(gate_.data());
   std::atomic<std::size_t> numGiven{0};
   forWorkers(kSomeShards, [&](GpuWorker& worker, std::size_t) {
@@ -135,7 +136,7 @@ TEST_F(GpuOwnPathJob, GoesOnWithoutWaitingForTheGpu) {
   });
 }
 
-TEST_F(GpuOwnPathJob, RefusesATensorTwiceInAStep) {
+TEST_F(GpuDirectAllReduceJob, RefusesATensorTwiceInAStep) {
   forWorkers(kSomeShards, [](GpuWorker& worker, std::size_t) {
     worker.computeGradient(0, 1);
     ASSERT_EQ(worker.transfers().push({worker.describe(0)}, worker.compute().handle()), WaitStatus::kDone);
@@ -143,7 +144,7 @@ TEST_F(GpuOwnPathJob, RefusesATensorTwiceInAStep) {
   });
 }
 
-TEST_F(GpuOwnPathJob, EndsWhereAWorkerDoesNotCome) {
+TEST_F(GpuDirectAllReduceJob, EndsWhereAWorkerDoesNotCome) {
   forWorkers(
       kSomeShards,
       [](GpuWorker& worker, std::size_t rank) {
@@ -151,24 +152,24 @@ TEST_F(GpuOwnPathJob, EndsWhereAWorkerDoesNotCome) {
         ASSERT_NO_FATAL_FAILURE(worker.step(1));
         worker.compute().synchronize();
         EXPECT_EQ(worker.transfers().status(), WaitStatus::kTimedOut);
-        EXPECT_EQ(worker.transfers().waitForOwnPath(), WaitStatus::kTimedOut);
+        EXPECT_EQ(worker.transfers().waitForDirectAllReduce(), WaitStatus::kTimedOut);
       },
       kMomentSeconds);
 }
 
-TEST_F(GpuOwnPathJob, EndsWhereAWorkerComesToMemoryDevicesAlone) {
+TEST_F(GpuDirectAllReduceJob, EndsWhereAWorkerComesToMemoryDevicesAlone) {
   const nccl::UniqueId id = library_->makeUniqueId();
   together(kNumWorkers, [&](std::size_t rank) {
     const auto worker = makeWorker(rank, rank == 0 ? kMomentSeconds : kPatienceSeconds);
     const auto communicator = join(id, rank, worker->context());
-    useOwnPath(*worker, rank, rank == 0 ? communicator : nullptr, kSomeShards);
+    useDirectAllReduce(*worker, rank, rank == 0 ? communicator : nullptr, kSomeShards);
     ASSERT_NO_FATAL_FAILURE(worker->step(1));
     worker->compute().synchronize();
     EXPECT_EQ(worker->transfers().status(), rank == 0 ? WaitStatus::kTimedOut : WaitStatus::kDone);
   });
 }
 
-TEST_F(GpuOwnPathJob, EndsWithADeviceThatIsLost) {
+TEST_F(GpuDirectAllReduceJob, EndsWithADeviceThatIsLost) {
   forWorkers(kSomeShards, [&](GpuWorker& worker, std::size_t rank) {
     if (rank == 1) return;
     ASSERT_NO_FATAL_FAILURE(worker.step(1));
@@ -181,14 +182,14 @@ TEST_F(GpuOwnPathJob, EndsWithADeviceThatIsLost) {
   });
 }
 
-TEST_F(GpuOwnPathJob, TellsWhatNcclSays) {
+TEST_F(GpuDirectAllReduceJob, TellsWhatNcclSays) {
   const nccl::UniqueId id = library_->makeUniqueId();
   together(kNumWorkers, [&](std::size_t rank) {
     const auto worker = makeWorker(rank);
     // As no two workers of COARSE do it: in different orders, which NCCL may take for anything.
     std::vector<std::uint32_t> shards = kAllShards;
     if (rank == 1) std::reverse(shards.begin(), shards.end());
-    useOwnPath(*worker, rank, join(id, rank, worker->context()), shards);
+    useDirectAllReduce(*worker, rank, join(id, rank, worker->context()), shards);
     try {
       for (const std::uint32_t tensor : {0u, 1u}) {
         worker->computeGradient(tensor, 1);
@@ -196,7 +197,7 @@ TEST_F(GpuOwnPathJob, TellsWhatNcclSays) {
       }
       worker->transfers().join(worker->compute().handle());
       worker->compute().synchronize();
-      worker->transfers().waitForOwnPath();
+      worker->transfers().waitForDirectAllReduce();
       ADD_FAILURE() << "nothing was told";
     } catch (const nccl::Error& error) {
       for (const char* part : {"an operation of the communicator", "COARSE_DUAL_SYNC=off"})
@@ -206,7 +207,7 @@ TEST_F(GpuOwnPathJob, TellsWhatNcclSays) {
   });
 }
 
-TEST_F(GpuOwnPathJob, CanBeClosedInTheMiddleOfAStep) {
+TEST_F(GpuDirectAllReduceJob, CanBeClosedInTheMiddleOfAStep) {
   forWorkers(kSomeShards, [](GpuWorker& worker, std::size_t rank) {
     if (rank == 1) return;
     ASSERT_NO_FATAL_FAILURE(worker.step(1));
@@ -215,7 +216,7 @@ TEST_F(GpuOwnPathJob, CanBeClosedInTheMiddleOfAStep) {
   });
 }
 
-TEST_F(GpuOwnPathJob, RefusesToEndAStepForWhichOthersWouldWait) {
+TEST_F(GpuDirectAllReduceJob, RefusesToEndAStepForWhichOthersWouldWait) {
   forWorkers(kSomeShards, [](GpuWorker& worker, std::size_t) {
     worker.computeGradient(0, 1);
     ASSERT_EQ(worker.transfers().push({worker.describe(0)}, worker.compute().handle()), WaitStatus::kDone);
@@ -223,11 +224,11 @@ TEST_F(GpuOwnPathJob, RefusesToEndAStepForWhichOthersWouldWait) {
   });
 }
 
-TEST_F(GpuOwnPathJob, RefusesWhatNcclWouldRoundOrTakeTwice) {
+TEST_F(GpuDirectAllReduceJob, RefusesWhatNcclWouldRoundOrTakeTwice) {
   const auto context = std::make_shared<cuda::Context>(0);
   const auto alone = std::make_shared<nccl::Communicator>(library_, library_->makeUniqueId(), 0, 1, context);
   const auto refuses = [&](const std::vector<std::uint32_t>& shards) {
-    EXPECT_THROW(GpuOwnPath(alone, plan_, shards, kBucketBytes), std::invalid_argument);
+    EXPECT_THROW(GpuDirectAllReduce(alone, plan_, shards, kBucketBytes), std::invalid_argument);
   };
   refuses({static_cast<std::uint32_t>(plan_.shards.size())});
   refuses({1, 2, 1});
@@ -237,4 +238,4 @@ TEST_F(GpuOwnPathJob, RefusesWhatNcclWouldRoundOrTakeTwice) {
 }
 
 }  // namespace
-}  // namespace coarse::test::gpu_own_path_test
+}  // namespace coarse::test::gpu_direct_allreduce_test

@@ -1,4 +1,4 @@
-#include "coarse/gpu/gpu_own_path.hpp"
+#include "coarse/gpu/gpu_direct_allreduce.hpp"
 
 #include <algorithm>
 #include <chrono>
@@ -21,20 +21,21 @@ std::size_t bytesOf(const Shard& shard) noexcept { return shard.numElements * it
 
 }  // namespace
 
-GpuOwnPath::GpuOwnPath(std::shared_ptr<nccl::Communicator> communicator, const GroupPlan& plan,
-                       const std::vector<std::uint32_t>& shards, std::size_t bucketBytes)
+GpuDirectAllReduce::GpuDirectAllReduce(std::shared_ptr<nccl::Communicator> communicator,
+                                       const GroupPlan& plan, const std::vector<std::uint32_t>& shards,
+                                       std::size_t bucketBytes)
     : communicator_(std::move(communicator)),
       plan_(plan),
       // With its own priority, so that it shares no hardware queue with computation.
       stream_(communicator_->context(), communicator_->context()->priorities().second),
       summed_(communicator_->context()),
-      isOwn_(plan.shards.size()),
+      isTaken_(plan.shards.size()),
       taken_(plan.shards.size()) {
   std::size_t numBytes = bucketBytes;
   std::uint32_t next = 0;
   for (const std::uint32_t shard : shards) {
     checkShard(shard);
-    isOwn_[shard] = true;
+    isTaken_[shard] = true;
     const bool isNewBucket =
         std::exchange(numBytes, numBytes + coarse::bytesOf(plan.shards[shard])) >= bucketBytes;
     if (isNewBucket) {
@@ -50,12 +51,12 @@ GpuOwnPath::GpuOwnPath(std::shared_ptr<nccl::Communicator> communicator, const G
   }
 }
 
-void GpuOwnPath::checkShard(std::uint32_t shard) const {
+void GpuDirectAllReduce::checkShard(std::uint32_t shard) const {
   const auto refuse = [shard](const char* why) {
-    throw std::invalid_argument("shard " + std::to_string(shard) + " on the workers' own path " + why);
+    throw std::invalid_argument("shard " + std::to_string(shard) + " of direct all-reduce " + why);
   };
   if (shard >= plan_.shards.size()) refuse("does not exist");
-  if (isOwn_[shard]) refuse("comes twice");
+  if (isTaken_[shard]) refuse("comes twice");
   const Shard& plan = plan_.shards[shard];
   // NCCL rounds 16-bit types at each addition, and its maximum ignores NaN.
   const bool isSummed = plan.op == ReduceOp::kSum || plan.op == ReduceOp::kMean;
@@ -64,10 +65,10 @@ void GpuOwnPath::checkShard(std::uint32_t shard) const {
     refuse("is no sum or mean of float32 or float64");
 }
 
-void GpuOwnPath::take(const ShardRange& shards, cuda::DeviceAddress address, bool isPresent) {
+void GpuDirectAllReduce::take(const ShardRange& shards, cuda::DeviceAddress address, bool isPresent) {
   const std::uint64_t begin = plan_.shards[shards.first].offset;
   for (std::uint32_t shard = shards.first; shard < shards.last; ++shard) {
-    if (!isOwn_[shard]) continue;
+    if (!isTaken_[shard]) continue;
     if (taken_[shard].address != 0) {
       throw std::logic_error(
           "a tensor that the workers reduce themselves was pushed twice in a step, which ends by join()");
@@ -77,13 +78,13 @@ void GpuOwnPath::take(const ShardRange& shards, cuda::DeviceAddress address, boo
   }
 }
 
-void GpuOwnPath::advance(const cuda::Event& computed) {
+void GpuDirectAllReduce::advance(const cuda::Event& computed) {
   if (!std::exchange(hasTaken_, false)) return;
   stream_.wait(computed);
   while (numSummed_ < buckets_.size() && isComplete(buckets_[numSummed_])) sumUp(buckets_[numSummed_++]);
 }
 
-void GpuOwnPath::join(cuda::StreamHandle stream, cuda::DeviceAddress word, std::uint32_t number) {
+void GpuDirectAllReduce::join(cuda::StreamHandle stream, cuda::DeviceAddress word, std::uint32_t number) {
   if (numSummed_ < buckets_.size()) {
     throw std::logic_error(
         "a step has ended without some of the tensors that the workers reduce themselves: every worker "
@@ -97,7 +98,7 @@ void GpuOwnPath::join(cuda::StreamHandle stream, cuda::DeviceAddress word, std::
   isInStep_ = false;
 }
 
-void GpuOwnPath::abort() noexcept {
+void GpuDirectAllReduce::abort() noexcept {
   const auto end = std::chrono::steady_clock::now() + kPatience;
   std::unique_lock lock(callMutex_, std::try_to_lock);
   while (!lock.owns_lock() && std::chrono::steady_clock::now() < end) {
@@ -107,17 +108,17 @@ void GpuOwnPath::abort() noexcept {
   communicator_->abort();
 }
 
-std::size_t GpuOwnPath::bytesOf(const Run& run) const noexcept {
+std::size_t GpuDirectAllReduce::bytesOf(const Run& run) const noexcept {
   return run.numElements * itemBytes(plan_.shards[run.first].dtype);
 }
 
-bool GpuOwnPath::isComplete(const Bucket& bucket) const noexcept {
+bool GpuDirectAllReduce::isComplete(const Bucket& bucket) const noexcept {
   return std::all_of(bucket.begin(), bucket.end(), [this](const Run& run) {
     return taken_[run.first].address != 0 && taken_[run.last - 1].address != 0;
   });
 }
 
-void GpuOwnPath::sumUp(const Bucket& bucket) {
+void GpuDirectAllReduce::sumUp(const Bucket& bucket) {
   for (const Run& run : bucket) {
     if (!taken_[run.first].isPresent) stream_.fill(taken_[run.first].address, 0, bytesOf(run));
   }

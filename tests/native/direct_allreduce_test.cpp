@@ -1,4 +1,4 @@
-/// The workers' own path in memory that they share: the bits of the memory devices, by the workers' own
+/// Direct all-reduce in memory that the workers share: the bits of the memory devices, by the workers' own
 /// hands.
 #include <gtest/gtest.h>
 
@@ -10,10 +10,10 @@
 #include "contributions.hpp"
 #include "fixture.hpp"
 
-namespace coarse::test::own_path_test {
+namespace coarse::test::direct_allreduce_test {
 namespace {
 
-constexpr std::uint8_t kByWorkers = kPresent | kOwnPath | kAllToAll;
+constexpr std::uint8_t kByWorkers = kPresent | kDirectAllReduce | kAllToAll;
 
 /// Where all clients of a test wait for each other.
 class Gate {
@@ -116,7 +116,7 @@ TEST_P(WorkersReduce, LeavesToMemoryDevicesWhatAWorkerHasNothingFor) {
   const GroupPlan plan = makePlan(1, numClients, everyKind(GetParam().algorithm), 700);
   open(cluster, plan);
   std::vector<std::uint8_t> flags(numClients, kByWorkers);
-  flags[1] = kOwnPath | kAllToAll;
+  flags[1] = kDirectAllReduce | kAllToAll;
   std::vector<std::size_t> others;
   for (std::size_t client = 0; client < numClients; ++client)
     if (client != 1) others.push_back(client);
@@ -145,9 +145,9 @@ TEST(OwnPieces, NeedTheSlotsOfAllWorkers) {
   EXPECT_THROW(client.addPeers(plan.id, {cluster.slotsOf(plan)[0]}), std::invalid_argument);
   client.addPeers(plan.id, cluster.slotsOf(plan));
   EXPECT_THROW(client.reducePieces(plan.id, {1}), std::invalid_argument) << "there is one shard";
-  EXPECT_THROW(client.setPathFlags(plan.id, {}), std::invalid_argument);
-  EXPECT_THROW(client.setPathFlags(plan.id, {kPresent}), std::invalid_argument) << "not of a path";
+  EXPECT_THROW(client.setDirectAllReduceFlags(plan.id, {}), std::invalid_argument);
+  EXPECT_THROW(client.setDirectAllReduceFlags(plan.id, {kPresent}), std::invalid_argument) << "not of a path";
 }
 
 }  // namespace
-}  // namespace coarse::test::own_path_test
+}  // namespace coarse::test::direct_allreduce_test
