@@ -1,13 +1,13 @@
 /// What is reduced in batches, beside the sync cores: which shards go together, when their results are there,
 /// and that memory stays as long as anybody works in it.
-#include "coarse/device/batched_compute.hpp"
+#include "coarse/tensors/batched_compute.hpp"
 
 #include <gtest/gtest.h>
 
 #include <cstring>
 #include <vector>
 
-#include "coarse/device/shard_runs.hpp"
+#include "coarse/tensors/shard_runs.hpp"
 #include "contributions.hpp"
 #include "fixture.hpp"
 

@@ -12,8 +12,8 @@
 #include <utility>
 #include <vector>
 
-#include "coarse/device/shard_reducer.hpp"
 #include "coarse/gpu/cuda_driver.hpp"
+#include "coarse/tensors/shard_reducer.hpp"
 #include "contributions.hpp"
 #include "fixture.hpp"
 

@@ -16,11 +16,11 @@
 #include <vector>
 
 #include "coarse/client/slot_copies.hpp"
-#include "coarse/device/batched_compute.hpp"
-#include "coarse/device/shard_reducer.hpp"
-#include "coarse/device/shard_runs.hpp"
 #include "coarse/shared_memory/shared_memory.hpp"
-#include "coarse/shared_memory/tensor_memory.hpp"
+#include "coarse/tensors/batched_compute.hpp"
+#include "coarse/tensors/shard_reducer.hpp"
+#include "coarse/tensors/shard_runs.hpp"
+#include "coarse/tensors/tensor_memory.hpp"
 
 namespace coarse::test {
 

@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "coarse/device/batched_compute.hpp"
+#include "coarse/tensors/batched_compute.hpp"
 #include "deferred_memory.hpp"
 
 namespace coarse::test {

@@ -9,7 +9,7 @@
 #include <thread>
 #include <vector>
 
-#include "coarse/snapshot/group_snapshots.hpp"
+#include "coarse/tensors/group_snapshots.hpp"
 #include "fixture.hpp"
 
 namespace coarse::test::optimizer_snapshot_test {

@@ -1,5 +1,5 @@
 /// Replica: whatever one memory device loses, and whenever, parameters and states of one whole step are left.
-#include "coarse/recovery/replica.hpp"
+#include "coarse/tensors/replica.hpp"
 
 #include <gtest/gtest.h>
 
@@ -287,7 +287,7 @@ TEST(Replica, BeginsAsACopyUnlessItWasFilled) {
     GroupUpdates updates;
     updates.step = 1;
     updates.updateNumbers = {1, 1};
-    job.group->replica()->begin(*job.group, updates);
+    job.group->replica()->begin(*job.group, updates.step, updates.updateNumbers);
     EXPECT_EQ(job.replicated() == job.owned(), !isFilled);
     EXPECT_EQ(finishReplica(*job.group, {0}, true).updateNumbers, (Numbers{1, 1}));
   }

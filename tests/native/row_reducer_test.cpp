@@ -1,5 +1,5 @@
 /// Tables: of a huge tensor a few rows travel, and what comes of them is what would come of whole tensors.
-#include "coarse/device/row_reducer.hpp"
+#include "coarse/tensors/row_reducer.hpp"
 
 #include <gtest/gtest.h>
 

@@ -1,6 +1,6 @@
 /// The ready queue of a group gives each shard to exactly one taker; a ring's log shows all devices one
 /// order.
-#include "coarse/device/shard_queue.hpp"
+#include "coarse/shared_memory/shard_queue.hpp"
 
 #include <gtest/gtest.h>
 

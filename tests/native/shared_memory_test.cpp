@@ -15,7 +15,7 @@
 #include <system_error>
 #include <utility>
 
-#include "coarse/device/tensor_group.hpp"
+#include "coarse/tensors/tensor_group.hpp"
 #include "fixture.hpp"
 
 namespace coarse::test::shared_memory_test {

@@ -1,5 +1,5 @@
 /// UndoLog: a step that not all shards have seen is one that none has.
-#include "coarse/recovery/undo_log.hpp"
+#include "coarse/tensors/undo_log.hpp"
 
 #include <gtest/gtest.h>
 
@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "bytes.hpp"
-#include "coarse/device/shard_reducer.hpp"
 #include "coarse/recovery/recovery.hpp"
+#include "coarse/tensors/shard_reducer.hpp"
 #include "fixture.hpp"
 
 namespace coarse::test::undo_log_test {

@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "bindings.hpp"
+#include "coarse/collectives/combine.hpp"
 #include "coarse/collectives/shared_collectives.hpp"
-#include "coarse/reduce/combine.hpp"
 
 namespace py = pybind11;
 

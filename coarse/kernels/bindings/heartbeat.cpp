@@ -3,7 +3,7 @@
 #include <pybind11/stl.h>
 
 #include "bindings.hpp"
-#include "coarse/device/tensor_group.hpp"
+#include "coarse/tensors/tensor_group.hpp"
 
 namespace py = pybind11;
 

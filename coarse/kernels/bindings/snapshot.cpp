@@ -9,9 +9,9 @@
 #include <tuple>
 
 #include "bindings.hpp"
-#include "coarse/device/tensor_group.hpp"
 #include "coarse/gpu/cuda_snapshot_pool.hpp"
-#include "coarse/snapshot/group_snapshots.hpp"
+#include "coarse/tensors/group_snapshots.hpp"
+#include "coarse/tensors/tensor_group.hpp"
 
 namespace py = pybind11;
 

@@ -1,4 +1,4 @@
-#include "coarse/shared_memory/tensor_memory.hpp"
+#include "coarse/tensors/tensor_memory.hpp"
 
 #include <pybind11/stl.h>
 
@@ -6,12 +6,12 @@
 #include <string>
 
 #include "bindings.hpp"
-#include "coarse/device/tensor_group.hpp"
 #include "coarse/gpu/cuda_slot_copies.hpp"
 #include "coarse/gpu/cuda_spread_memory.hpp"
 #include "coarse/gpu/cuda_tensor_memory.hpp"
 #include "coarse/gpu/nccl_runner.hpp"
-#include "coarse/snapshot/group_snapshots.hpp"
+#include "coarse/tensors/group_snapshots.hpp"
+#include "coarse/tensors/tensor_group.hpp"
 
 namespace py = pybind11;
 

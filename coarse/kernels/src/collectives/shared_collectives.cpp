@@ -8,7 +8,7 @@
 #include <stdexcept>
 #include <utility>
 
-#include "coarse/reduce/combine.hpp"
+#include "coarse/collectives/combine.hpp"
 #include "coarse/shared_memory/durations.hpp"
 #include "coarse/shared_memory/forks.hpp"
 

@@ -5,7 +5,7 @@
 #include <stdexcept>
 #include <utility>
 
-#include "coarse/device/tensor_group.hpp"
+#include "coarse/tensors/tensor_group.hpp"
 
 namespace coarse {
 namespace {

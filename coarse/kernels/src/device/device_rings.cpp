@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "coarse/device/shard_queue.hpp"
+#include "coarse/shared_memory/shard_queue.hpp"
 
 namespace coarse {
 

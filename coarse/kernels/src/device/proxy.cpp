@@ -7,9 +7,10 @@
 #include <stdexcept>
 #include <utility>
 
-#include "coarse/device/shard_queue.hpp"
-#include "coarse/device/shard_reducer.hpp"
 #include "coarse/recovery/recovery.hpp"
+#include "coarse/shared_memory/shard_queue.hpp"
+#include "coarse/tensors/agreement.hpp"
+#include "coarse/tensors/shard_reducer.hpp"
 
 namespace coarse {
 namespace {
@@ -185,7 +186,7 @@ void Proxy::addGroup(GroupPlan plan, int controlFd, const std::vector<Region>& s
     group->snapshots()->store().beatWhileWaiting(doorbells_[config_.device].beats);
   if (initialise && updates.step > 0) noteUpdates(*group, updates.step, updates.updateNumbers);
   if (Replica* replica = group->replica(); replica != nullptr && replica->keeper() == config_.device) {
-    if (updates.step > 0) replica->begin(*group, updates);
+    if (updates.step > 0) replica->begin(*group, updates.step, updates.updateNumbers);
   }
   if (nodeExchange_) nodeExchange_->addGroup(group, nodeSegment);
   syncCores_->whilePaused([&] {

@@ -5,9 +5,9 @@
 #include <stdexcept>
 #include <utility>
 
-#include "coarse/device/tensor_group.hpp"
 #include "coarse/gpu/cuda_peers.hpp"
 #include "coarse/gpu/cuda_snapshot_pool.hpp"
+#include "coarse/tensors/tensor_group.hpp"
 
 namespace coarse {
 namespace {

@@ -7,13 +7,13 @@
 #include <vector>
 
 #include "batches.cuh"
-#include "coarse/device/batched_compute.hpp"
-#include "coarse/device/shard_reducer.hpp"
-#include "coarse/device/shard_runs.hpp"
 #include "coarse/gpu/cuda_batches.hpp"
 #include "coarse/gpu/cuda_pinned_pages.hpp"
 #include "coarse/gpu/cuda_ring_compute.hpp"
 #include "coarse/gpu/gpu_clock.hpp"
+#include "coarse/tensors/batched_compute.hpp"
+#include "coarse/tensors/shard_reducer.hpp"
+#include "coarse/tensors/shard_runs.hpp"
 #include "delay.cuh"
 
 namespace coarse {

@@ -7,11 +7,11 @@
 #include <utility>
 
 #include "batches.cuh"
-#include "coarse/device/shard_runs.hpp"
 #include "coarse/gpu/cuda_batches.hpp"
 #include "coarse/gpu/cuda_pinned_pages.hpp"
 #include "coarse/gpu/cuda_ring_compute.hpp"
 #include "coarse/shared_memory/durations.hpp"
+#include "coarse/tensors/shard_runs.hpp"
 
 namespace coarse {
 namespace {

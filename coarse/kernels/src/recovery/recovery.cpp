@@ -5,7 +5,7 @@
 #include <stdexcept>
 #include <utility>
 
-#include "coarse/device/descriptor_validation.hpp"
+#include "coarse/tensors/agreement.hpp"
 
 namespace coarse {
 namespace {
@@ -122,12 +122,6 @@ GroupUpdates finish(TensorGroup& group, const Records& records) {
 
 void noteUpdate(TensorGroup& group, std::uint32_t shard) noexcept {
   note(group.control().update(shard), group, shard);
-}
-
-void copyRecord(UpdateRecord& to, const UpdateRecord& from) noexcept {
-  to.updateNumber.store(from.updateNumber.load(std::memory_order_relaxed), std::memory_order_relaxed);
-  // release: the copy happens before its record.
-  to.step.store(from.step.load(std::memory_order_acquire), std::memory_order_release);
 }
 
 void noteUpdates(TensorGroup& group, std::uint32_t step, const std::vector<std::uint32_t>& updateNumbers) {

@@ -76,4 +76,10 @@ void GroupControl::initialise() const noexcept {
   for (std::uint64_t i = 0; i < capacity(); ++i) ready_[i].sequence.store(i, std::memory_order_release);
 }
 
+void copyRecord(UpdateRecord& to, const UpdateRecord& from) noexcept {
+  to.updateNumber.store(from.updateNumber.load(std::memory_order_relaxed), std::memory_order_relaxed);
+  // release: the copy happens before its record.
+  to.step.store(from.step.load(std::memory_order_acquire), std::memory_order_release);
+}
+
 }  // namespace coarse

@@ -4,7 +4,6 @@
 #include <climits>
 #include <utility>
 
-#include "coarse/device/tensor_group.hpp"
 #include "coarse/shared_memory/waiting.hpp"
 
 namespace coarse {

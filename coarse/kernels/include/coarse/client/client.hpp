@@ -13,13 +13,13 @@
 #include <utility>
 #include <vector>
 
-#include "coarse/client/probe.hpp"
 #include "coarse/client/slot_copies.hpp"
-#include "coarse/device/tensor_group.hpp"
 #include "coarse/recovery/heartbeat.hpp"
 #include "coarse/shared_memory/descriptor_queue.hpp"
 #include "coarse/shared_memory/layout.hpp"
+#include "coarse/shared_memory/probe_request.hpp"
 #include "coarse/shared_memory/shared_memory.hpp"
+#include "coarse/tensors/tensor_group.hpp"
 
 namespace coarse {
 

@@ -9,7 +9,7 @@
 #include "coarse/collectives/collective.hpp"
 #include "coarse/collectives/group_scratch.hpp"
 #include "coarse/collectives/messages.hpp"
-#include "coarse/node/node_bridge.hpp"
+#include "coarse/collectives/node_bridge.hpp"
 
 namespace coarse {
 

@@ -5,12 +5,12 @@
 #include <string>
 #include <vector>
 
-#include "coarse/client/probe.hpp"
-#include "coarse/device/tensor_group.hpp"
+#include "coarse/device/prober.hpp"
 #include "coarse/shared_memory/layout.hpp"
+#include "coarse/tensors/tensor_group.hpp"
 
-/// Checks by a memory device: of requested tensor groups, of clients' descriptors, and of whether the
-/// contributions to a shard agree. Every function returns the problem in words; empty if there is none.
+/// Checks by a memory device of requested tensor groups and of clients' descriptors. Every function returns
+/// the problem in words; empty if there is none.
 namespace coarse {
 
 /// The ways in which the proxies of a session can synchronise.
@@ -32,12 +32,5 @@ std::string unsupported(const GroupPlan& plan, const SessionPaths& paths);
 /// @param descriptor copied out of the client's memory.
 std::string rejection(const TensorGroup* group, std::size_t client, const Descriptor& descriptor,
                       const Prober& prober);
-
-/// Returns how the clients' contributions to `shard` disagree. @pre all have contributed.
-/// @param ranks of the clients, for the message; their numbers if it is empty.
-std::string disagreement(const TensorGroup& group, std::uint32_t shard, const std::vector<int>& ranks);
-
-/// The first difference between two workers' settings of one tensor, with both values.
-std::string firstDifference(const UpdateSettings& one, const UpdateSettings& other);
 
 }  // namespace coarse

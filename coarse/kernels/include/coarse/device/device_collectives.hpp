@@ -8,11 +8,11 @@
 #include <memory>
 #include <vector>
 
-#include "coarse/device/batched_compute.hpp"
 #include "coarse/device/ring.hpp"
-#include "coarse/device/shard_queue.hpp"
 #include "coarse/shared_memory/layout.hpp"
+#include "coarse/shared_memory/shard_queue.hpp"
 #include "coarse/shared_memory/shared_memory.hpp"
+#include "coarse/tensors/batched_compute.hpp"
 
 namespace coarse {
 

@@ -7,11 +7,11 @@
 #include <vector>
 
 #include "coarse/device/group_table.hpp"
-#include "coarse/device/shard_compute.hpp"
-#include "coarse/device/shard_queue.hpp"
-#include "coarse/device/tensor_group.hpp"
 #include "coarse/emulation/device_links.hpp"
 #include "coarse/shared_memory/layout.hpp"
+#include "coarse/shared_memory/shard_queue.hpp"
+#include "coarse/tensors/shard_compute.hpp"
+#include "coarse/tensors/tensor_group.hpp"
 
 namespace coarse {
 

@@ -7,7 +7,7 @@
 #include "coarse/device/ring.hpp"
 #include "coarse/shared_memory/layout.hpp"
 #include "coarse/shared_memory/shared_memory.hpp"
-#include "coarse/shared_memory/tensor_memory.hpp"
+#include "coarse/tensors/tensor_memory.hpp"
 
 namespace coarse {
 

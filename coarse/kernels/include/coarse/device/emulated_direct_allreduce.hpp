@@ -4,10 +4,10 @@
 #include <functional>
 
 #include "coarse/device/group_table.hpp"
-#include "coarse/device/shard_queue.hpp"
-#include "coarse/device/tensor_group.hpp"
 #include "coarse/emulation/device_links.hpp"
 #include "coarse/shared_memory/layout.hpp"
+#include "coarse/shared_memory/shard_queue.hpp"
+#include "coarse/tensors/tensor_group.hpp"
 
 namespace coarse {
 

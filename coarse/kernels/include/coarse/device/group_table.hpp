@@ -6,7 +6,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "coarse/device/tensor_group.hpp"
+#include "coarse/tensors/tensor_group.hpp"
 
 namespace coarse {
 

@@ -8,7 +8,6 @@
 #include <string>
 #include <vector>
 
-#include "coarse/client/probe.hpp"
 #include "coarse/device/descriptor_intake.hpp"
 #include "coarse/device/descriptor_validation.hpp"
 #include "coarse/device/device_collectives.hpp"
@@ -16,15 +15,16 @@
 #include "coarse/device/device_rings.hpp"
 #include "coarse/device/emulated_direct_allreduce.hpp"
 #include "coarse/device/group_table.hpp"
-#include "coarse/device/shard_compute.hpp"
+#include "coarse/device/prober.hpp"
 #include "coarse/device/sync_cores.hpp"
-#include "coarse/device/tensor_group.hpp"
 #include "coarse/emulation/device_links.hpp"
 #include "coarse/node/node_exchange.hpp"
 #include "coarse/recovery/recovery.hpp"
 #include "coarse/shared_memory/layout.hpp"
 #include "coarse/shared_memory/shared_memory.hpp"
-#include "coarse/shared_memory/tensor_memory.hpp"
+#include "coarse/tensors/shard_compute.hpp"
+#include "coarse/tensors/tensor_group.hpp"
+#include "coarse/tensors/tensor_memory.hpp"
 
 namespace coarse {
 

@@ -7,10 +7,10 @@
 #include <vector>
 
 #include "coarse/device/group_table.hpp"
-#include "coarse/device/ring_step.hpp"
-#include "coarse/device/shard_queue.hpp"
-#include "coarse/device/tensor_group.hpp"
 #include "coarse/shared_memory/layout.hpp"
+#include "coarse/shared_memory/shard_queue.hpp"
+#include "coarse/tensors/ring_step.hpp"
+#include "coarse/tensors/tensor_group.hpp"
 
 namespace coarse {
 

@@ -4,10 +4,10 @@
 #include <memory>
 
 #include "batches.cuh"
-#include "coarse/device/ring_step.hpp"
 #include "coarse/gpu/cuda_driver.hpp"
 #include "coarse/gpu/cuda_kernels.hpp"
 #include "coarse/gpu/cuda_peer_copy.hpp"
+#include "coarse/tensors/ring_step.hpp"
 
 namespace coarse {
 

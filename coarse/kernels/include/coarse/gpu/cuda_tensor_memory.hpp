@@ -3,11 +3,11 @@
 #include <memory>
 #include <string>
 
-#include "coarse/device/batched_compute.hpp"
 #include "coarse/gpu/cuda_driver.hpp"
 #include "coarse/gpu/cuda_kernels.hpp"
 #include "coarse/gpu/cuda_peer_copy.hpp"
-#include "coarse/shared_memory/tensor_memory.hpp"
+#include "coarse/tensors/batched_compute.hpp"
+#include "coarse/tensors/tensor_memory.hpp"
 
 namespace coarse {
 

@@ -7,9 +7,9 @@
 #include <vector>
 
 #include "coarse/client/client.hpp"
-#include "coarse/device/tensor_group.hpp"
 #include "coarse/gpu/cuda_driver.hpp"
 #include "coarse/gpu/nccl.hpp"
+#include "coarse/tensors/tensor_group.hpp"
 
 namespace coarse {
 

@@ -7,11 +7,11 @@
 #include <memory>
 #include <vector>
 
-#include "coarse/device/batched_compute.hpp"
-#include "coarse/device/ring_step.hpp"
 #include "coarse/gpu/cuda_driver.hpp"
 #include "coarse/gpu/cuda_tensor_memory.hpp"
 #include "coarse/gpu/nccl.hpp"
+#include "coarse/tensors/batched_compute.hpp"
+#include "coarse/tensors/ring_step.hpp"
 
 namespace coarse {
 

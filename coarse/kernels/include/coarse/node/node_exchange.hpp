@@ -9,11 +9,11 @@
 #include <unordered_map>
 #include <vector>
 
-#include "coarse/device/shard_compute.hpp"
-#include "coarse/device/shard_queue.hpp"
-#include "coarse/device/tensor_group.hpp"
 #include "coarse/node/node_link.hpp"
 #include "coarse/node/node_segment.hpp"
+#include "coarse/shared_memory/shard_queue.hpp"
+#include "coarse/tensors/shard_compute.hpp"
+#include "coarse/tensors/tensor_group.hpp"
 
 namespace coarse {
 

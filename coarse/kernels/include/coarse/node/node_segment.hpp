@@ -5,10 +5,10 @@
 #include <cstdint>
 #include <vector>
 
-#include "coarse/device/tensor_group.hpp"
 #include "coarse/shared_memory/layout.hpp"
 #include "coarse/shared_memory/shared_memory.hpp"
-#include "coarse/shared_memory/tensor_memory.hpp"
+#include "coarse/tensors/tensor_group.hpp"
+#include "coarse/tensors/tensor_memory.hpp"
 
 namespace coarse {
 

@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "coarse/device/tensor_group.hpp"
+#include "coarse/tensors/tensor_group.hpp"
 
 /// Optimizer steps as transactions: memory devices that have begun one can finish it without any worker
 /// (docs/design/recovery.md).
@@ -21,8 +21,6 @@ struct GroupUpdates {
 
 /// Records one more step for a shard's parameter and states. @pre its update is complete.
 void noteUpdate(TensorGroup& group, std::uint32_t shard) noexcept;
-/// Records for a copy of them the steps of `from`. @pre the copy is complete.
-void copyRecord(UpdateRecord& to, const UpdateRecord& from) noexcept;
 
 /// Records in a new group control the contents of parameters and states that are not new.
 /// @throws std::invalid_argument unless there is a number for each tensor.

@@ -176,6 +176,9 @@ struct UpdateRecord {
 };
 static_assert(sizeof(UpdateRecord) == 8);
 
+/// Records for a copy of parameters and states the steps of `from`. @pre the copy is complete.
+void copyRecord(UpdateRecord& to, const UpdateRecord& from) noexcept;
+
 /// State that all memory devices share about the shards of one tensor group. Read-only for clients.
 class GroupControl {
  public:

@@ -7,16 +7,16 @@
 #include <string>
 #include <vector>
 
-#include "coarse/recovery/replica.hpp"
-#include "coarse/recovery/undo_log.hpp"
 #include "coarse/reduce/dtype.hpp"
 #include "coarse/reduce/reduce.hpp"
 #include "coarse/reduce/row_buffer.hpp"
 #include "coarse/reduce/update.hpp"
 #include "coarse/shared_memory/layout.hpp"
 #include "coarse/shared_memory/shared_memory.hpp"
-#include "coarse/shared_memory/tensor_memory.hpp"
-#include "coarse/snapshot/group_snapshots.hpp"
+#include "coarse/tensors/group_snapshots.hpp"
+#include "coarse/tensors/replica.hpp"
+#include "coarse/tensors/tensor_memory.hpp"
+#include "coarse/tensors/undo_log.hpp"
 
 namespace coarse {
 

@@ -1,4 +1,4 @@
-#include "coarse/device/tensor_group.hpp"
+#include "coarse/tensors/tensor_group.hpp"
 
 #include <algorithm>
 #include <cstring>

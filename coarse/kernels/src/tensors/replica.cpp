@@ -1,9 +1,8 @@
-#include "coarse/recovery/replica.hpp"
+#include "coarse/tensors/replica.hpp"
 
 #include <stdexcept>
 
-#include "coarse/device/tensor_group.hpp"
-#include "coarse/recovery/recovery.hpp"
+#include "coarse/tensors/tensor_group.hpp"
 
 namespace coarse {
 namespace {
@@ -108,7 +107,8 @@ void Replica::copy(const TensorGroup& group, const std::vector<std::uint32_t>& s
   for (const std::uint32_t shard : shards) copyRecord(control_.record(shard), group.control().update(shard));
 }
 
-void Replica::begin(const TensorGroup& group, const GroupUpdates& updates) {
+void Replica::begin(const TensorGroup& group, std::uint32_t step,
+                    const std::vector<std::uint32_t>& updateNumbers) {
   const std::unique_ptr<TensorCopies> copies = group.memory().makeCopies();
   const std::vector<Shard>& shards = group.plan().shards;
   for (std::uint32_t shard = 0; shard < shards.size() && !isFilled_; ++shard) {
@@ -118,8 +118,8 @@ void Replica::begin(const TensorGroup& group, const GroupUpdates& updates) {
   copies->settle();
   for (std::uint32_t shard = 0; shard < shards.size(); ++shard) {
     UpdateRecord& record = control_.record(shard);
-    record.updateNumber.store(updates.updateNumbers[shards[shard].tensor], std::memory_order_relaxed);
-    record.step.store(updates.step, std::memory_order_release);
+    record.updateNumber.store(updateNumbers[shards[shard].tensor], std::memory_order_relaxed);
+    record.step.store(step, std::memory_order_release);
   }
 }
 

@@ -1,11 +1,11 @@
-#include "coarse/shared_memory/tensor_memory.hpp"
+#include "coarse/tensors/tensor_memory.hpp"
 
 #include <cstring>
 #include <utility>
 
-#include "coarse/device/shard_reducer.hpp"
-#include "coarse/device/tensor_group.hpp"
 #include "coarse/reduce/copy.hpp"
+#include "coarse/tensors/shard_reducer.hpp"
+#include "coarse/tensors/tensor_group.hpp"
 
 namespace coarse {
 namespace {

@@ -4,8 +4,8 @@
 #include <memory>
 #include <vector>
 
-#include "coarse/device/batched_compute.hpp"
-#include "coarse/device/tensor_group.hpp"
+#include "coarse/tensors/batched_compute.hpp"
+#include "coarse/tensors/tensor_group.hpp"
 
 namespace coarse {
 

@@ -2,7 +2,7 @@
 
 #include <cstdint>
 
-#include "coarse/device/tensor_group.hpp"
+#include "coarse/tensors/tensor_group.hpp"
 
 /// The work of shard_reducer.hpp for a shard of a table, once all contributions have arrived and agree. It
 /// handles only the rows that some contribution has. Bits are those of the same rows in whole tensors.

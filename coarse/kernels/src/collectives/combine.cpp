@@ -1,4 +1,4 @@
-#include "coarse/reduce/combine.hpp"
+#include "coarse/collectives/combine.hpp"
 
 #include <algorithm>
 #include <cmath>

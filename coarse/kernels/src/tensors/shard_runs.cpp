@@ -1,4 +1,4 @@
-#include "coarse/device/shard_runs.hpp"
+#include "coarse/tensors/shard_runs.hpp"
 
 #include <algorithm>
 #include <functional>

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "coarse/device/tensor_group.hpp"
+#include "coarse/tensors/tensor_group.hpp"
 
 /// A sync core's work on a shard to which every client of the node has contributed, if all share one memory:
 /// reads all contributions, and writes all results, in place.

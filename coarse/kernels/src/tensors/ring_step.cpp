@@ -1,4 +1,4 @@
-#include "coarse/device/ring_step.hpp"
+#include "coarse/tensors/ring_step.hpp"
 
 #include <cstring>
 

@@ -1,7 +1,6 @@
-#include "coarse/recovery/undo_log.hpp"
+#include "coarse/tensors/undo_log.hpp"
 
-#include "coarse/device/tensor_group.hpp"
-#include "coarse/recovery/recovery.hpp"
+#include "coarse/tensors/tensor_group.hpp"
 
 namespace coarse {
 namespace {

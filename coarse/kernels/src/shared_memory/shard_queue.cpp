@@ -1,4 +1,4 @@
-#include "coarse/device/shard_queue.hpp"
+#include "coarse/shared_memory/shard_queue.hpp"
 
 namespace coarse {
 

@@ -6,14 +6,13 @@
 #include <vector>
 
 #include "coarse/shared_memory/layout.hpp"
-#include "coarse/shared_memory/tensor_memory.hpp"
+#include "coarse/tensors/tensor_memory.hpp"
 
 /// The second copy of parameters and states, in the memory of another memory device: it restores the contents
 /// of a lost device (docs/design/recovery.md).
 namespace coarse {
 
 struct GroupPlan;
-struct GroupUpdates;
 struct KeptMemory;
 class TensorGroup;
 
@@ -107,8 +106,9 @@ class Replica {
   /// everything before it overwrites anything in the replica, so that an owner who is lost meanwhile leaves
   /// the previous version.
   void copy(const TensorGroup& group, const std::vector<std::uint32_t>& shards, ReplicaStaging& staging);
-  /// Records the versions of all shards, and copies them unless the replica was filled before.
-  void begin(const TensorGroup& group, const GroupUpdates& updates);
+  /// Records the versions of all shards, as noteUpdates(), and copies them unless the replica was filled
+  /// before.
+  void begin(const TensorGroup& group, std::uint32_t step, const std::vector<std::uint32_t>& updateNumbers);
 
  private:
   KeptMemory kept() const noexcept;

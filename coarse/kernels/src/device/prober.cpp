@@ -1,22 +1,11 @@
-#include "coarse/client/probe.hpp"
+#include "coarse/device/prober.hpp"
 
 #include <utility>
 
 #include "coarse/reduce/copy.hpp"
+#include "coarse/shared_memory/probe_request.hpp"
 
 namespace coarse {
-
-ProbeRequest ProbeRequest::of(const Descriptor& descriptor) noexcept {
-  return {static_cast<ProbeKind>(descriptor.dtype), descriptor.op, descriptor.slotOwner,
-          descriptor.numElements};
-}
-
-void ProbeRequest::writeTo(Descriptor& descriptor) const noexcept {
-  descriptor.dtype = static_cast<std::uint8_t>(kind);
-  descriptor.op = target;
-  descriptor.slotOwner = slotOwner;
-  descriptor.numElements = numBytes;
-}
 
 Prober::Prober(std::size_t device, std::size_t numDevices, DeviceLinks& links, Done done)
     : device_(device), numDevices_(numDevices), links_(links), done_(std::move(done)) {}

@@ -6,9 +6,9 @@
 #include <memory>
 #include <vector>
 
-#include "coarse/device/shard_queue.hpp"
 #include "coarse/emulation/pacer.hpp"
 #include "coarse/reduce/reduce.hpp"
+#include "coarse/shared_memory/shard_queue.hpp"
 
 namespace coarse {
 

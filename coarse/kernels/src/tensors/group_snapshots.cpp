@@ -1,8 +1,8 @@
-#include "coarse/snapshot/group_snapshots.hpp"
+#include "coarse/tensors/group_snapshots.hpp"
 
 #include <algorithm>
 
-#include "coarse/device/tensor_group.hpp"
+#include "coarse/tensors/tensor_group.hpp"
 
 namespace coarse {
 

@@ -4,9 +4,9 @@
 #include <memory>
 #include <string>
 
-#include "coarse/device/ring_step.hpp"
-#include "coarse/device/shard_compute.hpp"
 #include "coarse/shared_memory/shared_memory.hpp"
+#include "coarse/tensors/ring_step.hpp"
+#include "coarse/tensors/shard_compute.hpp"
 
 namespace coarse {
 

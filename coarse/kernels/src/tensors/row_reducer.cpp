@@ -1,12 +1,12 @@
-#include "coarse/device/row_reducer.hpp"
+#include "coarse/tensors/row_reducer.hpp"
 
 #include <algorithm>
 #include <array>
 #include <cmath>
 #include <limits>
 
-#include "coarse/device/shard_reducer.hpp"
 #include "coarse/reduce/reduce.hpp"
+#include "coarse/tensors/shard_reducer.hpp"
 
 namespace coarse {
 namespace {

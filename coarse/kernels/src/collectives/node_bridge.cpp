@@ -1,4 +1,4 @@
-#include "coarse/node/node_bridge.hpp"
+#include "coarse/collectives/node_bridge.hpp"
 
 #include <poll.h>
 #include <sys/socket.h>

@@ -5,7 +5,7 @@
 #include <memory>
 
 #include "coarse/shared_memory/layout.hpp"
-#include "coarse/shared_memory/tensor_memory.hpp"
+#include "coarse/tensors/tensor_memory.hpp"
 
 /// Parameters and states as they were before a step that begins before all its gradients are complete
 /// (docs/design/recovery.md).

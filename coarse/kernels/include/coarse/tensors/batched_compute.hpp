@@ -5,7 +5,7 @@
 #include <memory>
 #include <vector>
 
-#include "coarse/device/shard_compute.hpp"
+#include "coarse/tensors/shard_compute.hpp"
 
 namespace coarse {
 

@@ -1,4 +1,4 @@
-#include "coarse/device/batched_compute.hpp"
+#include "coarse/tensors/batched_compute.hpp"
 
 #include <algorithm>
 #include <utility>
