@@ -9,8 +9,7 @@ EmulatedDirectAllReduce::EmulatedDirectAllReduce(DeviceLinks& links, FindGroup f
     : links_(links), findGroup_(std::move(findGroup)), reduce_(std::move(reduce)) {}
 
 void EmulatedDirectAllReduce::start(const TensorGroup& group, const RingEntry& entry) {
-  const MonotonicNs sentAt = links_.isPaced() ? timeOf(entry.completedAt, monotonicNow()) : MonotonicNs{0};
-  iterate(makeTask(group, entry), 0, sentAt);
+  iterate(makeTask(group, entry), 0, timeOf(entry.completedAt, monotonicNow()));
 }
 
 EmulatedDirectAllReduce::Task EmulatedDirectAllReduce::makeTask(const TensorGroup& group,

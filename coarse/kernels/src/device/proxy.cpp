@@ -9,13 +9,11 @@
 
 #include "coarse/recovery/recovery.hpp"
 #include "coarse/shared_memory/shard_queue.hpp"
-#include "coarse/tensors/agreement.hpp"
 #include "coarse/tensors/shard_reducer.hpp"
 
 namespace coarse {
 namespace {
 
-constexpr std::size_t kHomeDevice = 0;     // allocates the group's memory that exists once
 constexpr std::size_t kMostDevices = 256;  // a contribution stores its device in one byte
 constexpr std::size_t kCopiedTogetherBytes = std::size_t{16} << 20;  // to a replica, on a GPU
 
@@ -100,6 +98,7 @@ void Proxy::openLinks() {
         if (client == 0) count(group.shape(entry.shard));
         finishShard(group, entry, client);
       });
+  if (!links_.isPaced()) return;
   emulatedDirectAllReduce_ = std::make_unique<EmulatedDirectAllReduce>(
       links_, [this](std::uint32_t group) { return groups_.find(group); },
       [this](TensorGroup& group, const RingEntry& entry) { beginShard(group, entry); });
@@ -410,56 +409,7 @@ void Proxy::record(TensorGroup& group, std::size_t client, const Descriptor& des
     complete(group, {descriptor.group, descriptor.shard, descriptor.step, descriptor.sentAt});
 }
 
-void Proxy::complete(TensorGroup& group, const RingEntry& entry) {
-  const GroupControl& control = group.control();
-  control.arrivals(entry.shard).store(0, std::memory_order_relaxed);
-  const std::uint32_t numPresent = group.numPresent(entry.shard);
-  control.contributors(entry.shard).store(numPresent, std::memory_order_relaxed);
-  if (std::string difference = disagreement(group, entry.shard, config_.ranks); !difference.empty()) {
-    report(-1, std::move(difference));
-    return;
-  }
-  if (const Replica* replica = group.replica(); replica != nullptr && group.isUpdate(entry.shard)) {
-    replica->control().updates().add(entry.shard);
-    doorbells_[replica->owner()].ring();
-    return;
-  }
-  const Algorithm algorithm = group.plan().shards[entry.shard].algorithm;
-  const bool usesDirectAllReduce = group.usesDirectAllReduce(entry.shard) && nodeExchange_ == nullptr;
-  if (usesDirectAllReduce && emulatedDirectAllReduce_ != nullptr && links_.isPaced()) {
-    emulatedDirectAllReduce_->start(group, entry);
-  } else if (usesDirectAllReduce && (numPresent == config_.numClients || group.isByNccl(entry.shard))) {
-    // From here on the workers do it (Client::reducePieces, GpuDirectAllReduce); in host memory, shards
-    // without a contribution are reduced below.
-    for (std::size_t client = 0; client < config_.numClients; ++client) finishShard(group, entry, client);
-  } else if (algorithm == Algorithm::kExchange) {
-    deviceExchange_->distribute(group, entry);
-  } else if (runsAtHome(group, entry.shard) && config_.device != kHomeDevice) {
-    // If the queue is full, a device has died inside it, and the session ends.
-    [[maybe_unused]] const bool isQueued = pushReady(control, {entry.shard, entry.step});
-    doorbells_[kHomeDevice].ring();
-  } else if (algorithm == Algorithm::kRing && config_.numDevices > 1 && numPresent > 0) {
-    rings_->append(entry);
-    hasPushedRing_ = true;
-  } else if (algorithm == Algorithm::kNccl && config_.numDevices > 1 &&
-             collectives_->canReduce(group, entry.shard)) {
-    collectives_->propose(entry);
-  } else if (algorithm == Algorithm::kGather || numPresent == 0 || !group.memory().isHost()) {
-    // Other processors, such as GPUs, take many shards at once: more sync cores could only divide them.
-    beginShard(group, entry);
-  } else if (pushReady(control, {entry.shard, entry.step})) {
-    ++numPushedReady_;
-  } else {
-    beginShard(group, entry);  // do not wait for a sync core that may be dead
-  }
-}
-
 // ---- reduction ----
-
-/// Whether only the home device runs a shard: it holds the parameters on a GPU, and their old versions.
-bool Proxy::runsAtHome(const TensorGroup& group, std::uint32_t shard) noexcept {
-  return !group.memory().isHost() && group.isUpdate(shard);
-}
 
 bool Proxy::runReadyShard(std::size_t core) {
   for (TensorGroup* group : groups_.all()) {
@@ -498,7 +448,10 @@ bool Proxy::copyToReplica(TensorGroup& group, std::size_t core) {
   }
   if (shards.empty()) return false;
   replica.copy(group, shards, memoryOf(group).stagings[core]);
-  for (const std::uint32_t each : shards) finishForAll(group, newestEntry(group, each), group.shape(each));
+  for (const std::uint32_t each : shards) {
+    count(group.shape(each));
+    finishForAll(group, newestEntry(group, each));
+  }
   return true;
 }
 
@@ -515,15 +468,6 @@ std::optional<MonotonicNs> Proxy::untilNext() const noexcept {
   }
   if ((rings_ && rings_->isBusy()) || (collectives_ && collectives_->isBusy())) return 0;
   return links_.untilNext();
-}
-
-/// Finishes a shard that lies in one memory, starts it, or passes it to the other nodes.
-void Proxy::beginShard(TensorGroup& group, const RingEntry& entry) {
-  // Each node updates its own parameters by a mean that nodes have already computed.
-  const bool isOwnBusiness = isUpdateByMean(group.control().contribution(entry.shard, 0).flags);
-  if (nodeExchange_ && !isOwnBusiness) return nodeExchange_->contribute(group, entry);
-  if (nodeExchange_) nodeExchange_->recordSettings(group, entry.shard);
-  computeOf(group).begin({&group, entry});
 }
 
 /// Reduces a shard to which other nodes contribute, or whose result they send. Called from sync cores and
@@ -571,32 +515,6 @@ void Proxy::takeMean(TensorGroup& group, const RingEntry& entry) {
   first.flags = static_cast<std::uint8_t>(kUpdate | kReduced | (isUsed ? kPresent : 0));
   if (!pushReady(group.control(), {entry.shard, entry.step}) && group.memory().isHost())
     return beginShard(group, entry);
-  for (std::size_t device = 0; device < config_.numDevices; ++device) doorbells_[device].ring();
-}
-
-void Proxy::concludeShard(TensorGroup& group, const RingEntry& entry) noexcept {
-  if (group.isUpdate(entry.shard)) {
-    noteUpdate(group, entry.shard);
-    if (const Replica* replica = group.replica(); replica != nullptr) {
-      replica->control().copies().add(entry.shard);
-      doorbells_[replica->keeper()].ring();
-      return;
-    }
-  }
-  finishForAll(group, entry, group.shape(entry.shard));
-}
-
-void Proxy::finishForAll(TensorGroup& group, const RingEntry& entry, const ShardShape& shape) noexcept {
-  count(shape);
-  for (std::size_t client = 0; client < config_.numClients; ++client) finishShard(group, entry, client);
-}
-
-void Proxy::finishShard(TensorGroup& group, const RingEntry& entry, std::size_t client) noexcept {
-  // release: the result is visible before the flag.
-  group.control().done(client, entry.shard).store(entry.step, std::memory_order_release);
-  intake_.inbox(client).completeOne();
-  if (config_.scheduling != Scheduling::kFcfs) return;
-  // A device that takes shards one by one may wait for this shard.
   for (std::size_t device = 0; device < config_.numDevices; ++device) doorbells_[device].ring();
 }
 

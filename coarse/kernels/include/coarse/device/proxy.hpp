@@ -133,6 +133,12 @@ class Proxy {
   ProxyStatistics statistics() const noexcept;
 
  private:
+  static constexpr std::size_t kHomeDevice = 0;  // allocates the group's memory that exists once
+
+  class CompleteShard;
+  struct SyncMethod;
+  static const SyncMethod kSyncMethods[];
+
   struct MemoryInUse {
     std::shared_ptr<const TensorMemory> memory;
     std::unique_ptr<ShardCompute> compute;
@@ -152,21 +158,30 @@ class Proxy {
   void evict(std::size_t client, const std::string& reason);
   void record(TensorGroup& group, std::size_t client, const Descriptor& descriptor);
   void complete(TensorGroup& group, const RingEntry& entry);
-  static bool runsAtHome(const TensorGroup& group, std::uint32_t shard) noexcept;
+  // Begin a SyncMethod.
+  void passToOwner(TensorGroup& group, const RingEntry& entry);
+  void emulateDirectAllReduce(TensorGroup& group, const RingEntry& entry);
+  void leaveToWorkers(TensorGroup& group, const RingEntry& entry);
+  void exchange(TensorGroup& group, const RingEntry& entry);
+  void passToHomeDevice(TensorGroup& group, const RingEntry& entry);
+  void passAroundRing(TensorGroup& group, const RingEntry& entry);
+  void proposeCollective(TensorGroup& group, const RingEntry& entry);
+  void beginShard(TensorGroup& group, const RingEntry& entry);
+  void passToAnySyncCore(TensorGroup& group, const RingEntry& entry);
+
   bool runReadyShard(std::size_t core);
   bool runReplicatedShard(TensorGroup& group, std::size_t core);
   void reserveStaging(const TensorGroup& group);
   bool copyToReplica(TensorGroup& group, std::size_t core);
   bool advanceComputes();
   std::optional<MonotonicNs> untilNext() const noexcept;
-  void beginShard(TensorGroup& group, const RingEntry& entry);
   void reduceForNodes(TensorGroup& group, const RingEntry& entry, ShardArrays arrays);
   bool beginNodeTasks();
   void finishNodeTasks();
   void takeMean(TensorGroup& group, const RingEntry& entry);
   void concludeShard(TensorGroup& group, const RingEntry& entry) noexcept;
   void finishShard(TensorGroup& group, const RingEntry& entry, std::size_t client) noexcept;
-  void finishForAll(TensorGroup& group, const RingEntry& entry, const ShardShape& shape) noexcept;
+  void finishForAll(TensorGroup& group, const RingEntry& entry) noexcept;
   void count(const ShardShape& shape) noexcept;
   void wakeOthers() noexcept;
   bool hasUnfinishedShard() const noexcept;
@@ -185,7 +200,7 @@ class Proxy {
   std::unique_ptr<DeviceRings> rings_;              // null if no group is reduced by rings; used by any core
   std::unique_ptr<DeviceCollectives> collectives_;  // likewise, for a library's collectives
   std::unique_ptr<DeviceExchange> deviceExchange_;  // likewise, for exchanged groups
-  std::unique_ptr<EmulatedDirectAllReduce> emulatedDirectAllReduce_;  // likewise
+  std::unique_ptr<EmulatedDirectAllReduce> emulatedDirectAllReduce_;  // likewise, if links are emulated
   std::unique_ptr<Prober> prober_;
 
   std::uint32_t numPushedReady_ = 0;  // counted by core 0, since it last woke others
