@@ -3,7 +3,6 @@
 import enum
 import sys
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any, overload
 
 PRESENT: int
@@ -580,42 +579,6 @@ def update_arrays(
     dtype: int, shard: tuple[int, int, Sequence[int], int, int, Sequence[int], bytes]
 ) -> None: ...
 def sum_of_squares(dtype: int, address: int, num_elements: int) -> float: ...
-
-class CollectiveKind(enum.IntEnum):
-    BARRIER = 0
-    BROADCAST = 1
-    ALL_REDUCE = 2
-    REDUCE = 3
-    ALL_GATHER = 4
-    REDUCE_SCATTER = 5
-    GATHER = 6
-    SCATTER = 7
-    ALL_TO_ALL = 8
-
-class ElementType(enum.IntEnum):
-    OPAQUE = 0
-    FLOAT32 = 1
-    FLOAT64 = 2
-    BFLOAT16 = 3
-    FLOAT16 = 4
-    INT8 = 5
-    UINT8 = 6
-    INT16 = 7
-    INT32 = 8
-    INT64 = 9
-    BOOL = 10
-
-class Combine(enum.IntEnum):
-    NONE = 0
-    SUM = 1
-    MEAN = 2
-    MAX = 3
-    MIN = 4
-    PRODUCT = 5
-    BIT_AND = 6
-    BIT_OR = 7
-    BIT_XOR = 8
-
 def group_scratch_bytes(num_ranks: int, buffer_bytes: int) -> int: ...
 
 class Collectives:
@@ -630,34 +593,4 @@ class Collectives:
         nodes: Sequence[int],
         links: Sequence[int],
     ) -> None: ...
-    def run(
-        self,
-        *,
-        kind: CollectiveKind,
-        dtype: str,
-        element: ElementType,
-        element_bytes: int,
-        combine: Combine,
-        root: int,
-        dims: Sequence[int],
-        piece_bytes: int,
-        inputs: Sequence[int],
-        outputs: Sequence[int],
-        input_bytes: Sequence[int],
-        output_bytes: Sequence[int],
-        timeout: timedelta,
-    ) -> None: ...
-    def post(
-        self,
-        *,
-        is_send: bool,
-        peer: int,
-        tag: int,
-        data: int,
-        num_bytes: int,
-        dtype: str,
-        timeout: timedelta,
-        done: Callable[[str, int], object],
-    ) -> None: ...
-    def close(self) -> None: ...
     def capsule(self) -> object: ...

@@ -1,7 +1,9 @@
 /// SharedCollectives: ranks are threads with mappings of their own; values are exact, so that sums are sets
 /// of ranks.
 #include <gtest/gtest.h>
+#include <signal.h>
 #include <sys/socket.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -274,6 +276,53 @@ TEST_P(CollectiveErrors, CloseEndsAWait) {
     EXPECT_NE(errorOf([&] { collectives.run(callOf(CollectiveKind::kBarrier, 0)); }), "");
     closing.join();
   });
+}
+
+/// Waits until another process has written a byte.
+void awaitByte(int fd) {
+  char byte;
+  ASSERT_EQ(::read(fd, &byte, 1), 1);
+}
+
+/// One of two ranks in a fork: says that it has joined, and ends with 0 after a barrier. Rank 1 waits for a
+/// byte before the barrier.
+pid_t startRank(std::size_t rank, int memory, int joined, int mayGoOn, std::chrono::milliseconds timeout) {
+  const pid_t child = ::fork();
+  if (child != 0) return child;
+  const std::string error = errorOf([&] {
+    SharedCollectives collectives(
+        std::make_unique<GroupScratch>(memory, rank, 2, kBufferBytes, Liveness({}), Placement({0, 0})), {});
+    char byte = 'x';
+    if (::write(joined, &byte, 1) != 1 || (rank == 1 && ::read(mayGoOn, &byte, 1) != 1))
+      throw std::runtime_error("the test has ended");
+    Collective call = callOf(CollectiveKind::kBarrier, 0);
+    call.timeout = timeout;
+    collectives.run(call);
+  });
+  ::_exit(error.empty() ? 0 : 1);
+}
+
+TEST(StoppedRanks, GoOnAfterALongerTimeThanACollectiveMayTake) {
+  const int memory = createSealedMemory("collectives-test", groupScratchBytes(2, kBufferBytes));
+  int joined[2], mayGoOn[2];
+  ASSERT_EQ(::pipe(joined), 0);
+  ASSERT_EQ(::pipe(mayGoOn), 0);
+  constexpr std::chrono::milliseconds kTimeout{2000};
+  std::vector<pid_t> ranks;
+  for (std::size_t rank = 0; rank < 2; ++rank)
+    ranks.push_back(startRank(rank, memory, joined[1], mayGoOn[0], kTimeout));
+  awaitByte(joined[0]);
+  awaitByte(joined[0]);
+  for (const pid_t rank : ranks) ::kill(rank, SIGSTOP);
+  std::this_thread::sleep_for(1.5 * kTimeout);
+  for (const pid_t rank : ranks) ::kill(rank, SIGCONT);
+  ASSERT_EQ(::write(mayGoOn[1], "x", 1), 1);
+  for (const pid_t rank : ranks) {
+    int status = -1;
+    ASSERT_EQ(::waitpid(rank, &status, 0), rank);
+    EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << status;
+  }
+  for (const int fd : {memory, joined[0], joined[1], mayGoOn[0], mayGoOn[1]}) ::close(fd);
 }
 
 /// What comes over a link that no other node speaks as it should, ends that node for this group.

@@ -207,6 +207,22 @@ def forks_take_no_part() -> Any:
     return [errors, code, tensor.tolist()]
 
 
+def a_group_is_destroyed_while_a_receive_waits_in_it() -> Any:
+    """The thread that waits tells Python that it gives up, and the end of the group waits for that thread."""
+    group = dist.new_group()
+    errors: list[Any] = []
+    if dist.get_rank() == 0:
+        received = dist.irecv(torch.zeros(3), 1, group=group)
+        told = received.get_future().then(lambda future: errors.extend(_error_of(future.value)))
+        dist.destroy_process_group(group)
+        told.wait()
+        dist.barrier()
+    else:
+        dist.barrier()
+        dist.destroy_process_group(group)
+    return errors
+
+
 def a_rank_dies() -> Any:
     dist.barrier()
     if dist.get_rank() == 1:
@@ -231,6 +247,7 @@ ERRORS: dict[str, Callable[[], Any]] = {
         works_that_take_too_long_or_come_too_late,
         rank_1_leaves_its_group,
         a_group_is_destroyed_while_a_thread_waits_in_it,
+        a_group_is_destroyed_while_a_receive_waits_in_it,
         a_rank_dies,
     )
 }

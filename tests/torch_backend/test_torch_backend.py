@@ -164,6 +164,11 @@ def test_a_group_can_be_destroyed_while_a_thread_waits_in_it(
     assert "the group was closed" in text
 
 
+def test_a_group_can_be_destroyed_while_a_receive_waits_in_it(coarse: RankPool) -> None:
+    _, text = coarse.run("a_group_is_destroyed_while_a_receive_waits_in_it")[0]
+    assert "the group was closed" in text
+
+
 @pytest.mark.parametrize(
     "name",
     ["all_reduce_sums_every_dtype", "object_collectives", "messages_by_tag_in_any_order", "ddp", "fsdp2"],
