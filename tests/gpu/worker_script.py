@@ -117,9 +117,7 @@ def check_replays() -> None:
 
 def wrap_coarse(module: torch.nn.Module) -> Any:
     model = coarse.torch.DistributedDataParallel(module)
-    assert isinstance(model._gradients.rest.gradients._path, GpuGradients), (
-        "gradients go through the processor"
-    )
+    assert isinstance(model._gradients.rest._path, GpuGradients), "gradients go through the processor"
     return model
 
 

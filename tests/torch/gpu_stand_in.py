@@ -15,7 +15,7 @@ from coarse.client.gpu.gpu_transfers import GpuTransfers
 from coarse.client.memory.tensor_bytes import GpuBytes, TensorBytes
 from coarse.kernels import _native
 from coarse.torch.gradients import gpu_gradients, layout, registered_gradients
-from coarse.torch.optimizer import remote_optimizer
+from coarse.torch.optimizer import remote_optimizers
 
 
 class StandInGpu(gpu_gradients.Gpu):
@@ -56,7 +56,7 @@ def install(ordinal: int = 0) -> StandInGpu:
         return torch.frombuffer(memory, dtype=torch.uint8)
 
     layout._flat_tensor = flat_tensor
-    registered_gradients.common_gpu = remote_optimizer.common_gpu = lambda _: _native.cuda_device_uuid(
+    registered_gradients.common_gpu = remote_optimizers.common_gpu = lambda _: _native.cuda_device_uuid(
         ordinal
     )
     gpu_gradients.find_gpu = find_gpu

@@ -47,9 +47,7 @@ def main() -> None:
     digest = hashlib.sha256()
     for parameter in model.parameters():
         digest.update(parameter.detach().numpy())
-    (folder / f"end-{rank}").write_text(
-        f"{digest.hexdigest()} {type(model._gradients.rest.gradients._path).__name__}"
-    )
+    (folder / f"end-{rank}").write_text(f"{digest.hexdigest()} {type(model._gradients.rest._path).__name__}")
     dist.destroy_process_group()
 
 

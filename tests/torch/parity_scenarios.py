@@ -54,7 +54,7 @@ def averages_where_the_processor_copies_gradients(context: Context) -> Any:
         model = context.wrap(mlp())
     finally:
         session.settings = chosen
-    assert isinstance(model._gradients.rest.gradients._path, HostGradients)
+    assert isinstance(model._gradients.rest._path, HostGradients)
     return train(context, model)
 
 

@@ -249,14 +249,14 @@ def only_rows_travel(context: Context) -> Any:
     gradient = module.words.weight.grad
     assert gradient.is_coalesced()
     assert 0 < gradient._nnz() < 100
-    rows = model._gradients.rest.gradients.group.rows
+    rows = model._gradients.rest.group.rows
     index = [name for name, _ in model.trained_parameters].index("words.weight")
     assert (
         gradient._values().data_ptr()
         == torch.frombuffer(rows.mean(index).values, dtype=torch.float32).data_ptr()
     )
     with torch.device("meta"):  # as torch.set_default_device() has it
-        assert torch.equal(model._gradients.rest.gradients._tables.mean(index)._values(), gradient._values())
+        assert torch.equal(model._gradients.rest._tables.mean(index)._values(), gradient._values())
 
 
 @table_scenario(compare=False)
@@ -266,7 +266,7 @@ def a_hundredth_of_a_table_takes_a_hundredth_of_its_traffic(context: Context) ->
     tokens = (torch.arange(1000) * 97 + 13 * context.rank) % 100_000
     model(tokens).sum().backward()
     # Each byte of a contribution and of the mean lies there once: nothing else travels.
-    assert 10 * model._gradients.rest.gradients.group.rows.taken_bytes < 2 * module.weight.nbytes
+    assert 10 * model._gradients.rest.group.rows.taken_bytes < 2 * module.weight.nbytes
     assert module.weight.grad._nnz() == 2000
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections import Counter
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from typing import Any
@@ -17,8 +17,8 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.utils import _to_kwargs
 
 from coarse.env import WorkerIdentity
-from coarse.errors import CoarseError, SessionClosedError, SyncTimeoutError
-from coarse.session import Session
+from coarse.errors import SessionClosedError, SyncTimeoutError
+from coarse.session import AnyTensorGroup, Session
 from coarse.settings import Settings
 from coarse.torch.ddp.agreement import check_same_tensors, describe
 from coarse.torch.ddp.awaited_values import AwaitedValues
@@ -34,14 +34,17 @@ from coarse.torch.ddp.options import (
 )
 from coarse.torch.ddp.state_dict import with_wrapper_prefix
 from coarse.torch.ddp.uneven_inputs import UnevenInputsHook, check_joinable
+from coarse.torch.ddp.unsupported import UnsupportedFeatures
 from coarse.torch.gradients.bucket_hooks import BucketHook
 from coarse.torch.gradients.comm_hooks import rounds_only, travel_dtype
 from coarse.torch.gradients.embeddings import EmbeddingGradients
 from coarse.torch.gradients.gradient_parts import DeviceOptimizer, GradientParts
+from coarse.torch.gradients.registered_gradients import AveragingOptions
 from coarse.torch.gradients.sparse_gradients import check_tables, find_tables
-from coarse.torch.optimizer.remote_optimizer import RemoteOptimizer
+from coarse.torch.optimizer.remote_optimizers import RemoteOptimizers
 from coarse.torch.process_group import choose_process_group
 from coarse.torch.session import session_of_group
+from coarse.torch.weak_calls import weakly
 
 _MIB = 1 << 20
 _NO_VALUES = "the module was built on the meta device, so it has no values"
@@ -57,7 +60,7 @@ _COPIED_SETTINGS = (
 )
 
 
-class DistributedDataParallel(RemoteOptimizer):
+class DistributedDataParallel(UnsupportedFeatures):
     """Trains replicas of `module` on all workers of a process group, averaging their gradients.
 
     Takes the arguments of torch.nn.parallel.DistributedDataParallel, keeps its semantics, and passes `isinstance`
@@ -238,12 +241,10 @@ class DistributedDataParallel(RemoteOptimizer):
         self.logger = LoggerFacade(self)
         self._world_size = dist.get_world_size(self.process_group)
         self._gradients: GradientParts | None = None
+        self._remote_optimizers: RemoteOptimizers | None = None
         self._embeddings: EmbeddingGradients | None = None
         self._buffers_broadcast: BufferBroadcast | None = None
-        self._travel_dtype: torch.dtype | None = None
-        self._bucket_hook: BucketHook | None = None
         self._has_hook = False
-        self._num_registrations = Counter()
         self._may_run_out = False  # whether some workers may run out of inputs before others
         self._suspended: list[DeviceOptimizer] = []
         self._awaits_values = False
@@ -256,9 +257,11 @@ class DistributedDataParallel(RemoteOptimizer):
         if init_sync:
             check_same_tensors(self._session, [describe(n, t) for n, t in self._named_states(buffers=True)])
         self._check_awaited(init_sync=init_sync)
-        self._name = name
-        self._gradients = GradientParts(self._session.identity.rank)
-        self._average(self._trainable)
+        self._gradients = GradientParts(self._session, name, self._trainable, self._averaging_options())
+        self._gradients.register_rest()
+        self._remote_optimizers = RemoteOptimizers(
+            self._session, name, self.module, self._gradients, weakly(self._bring_values)
+        )
         self._embeddings = EmbeddingGradients(self.module, self._gradients.slot_of)
         if self.forward_sync_buffers and sum(buffer.numel() for buffer in self.modules_buffers):
             self._buffers_broadcast = BufferBroadcast(self._session, f"{name}/buffers", self.modules_buffers)
@@ -267,9 +270,33 @@ class DistributedDataParallel(RemoteOptimizer):
             states = self._named_states(buffers=broadcast_buffers or awaits, parameters=not awaits)
             broadcast_tensors(self._session, [tensor for _, tensor in states])
             self._session.release_buffers()
-        self._dropped = shared.dropped
-        self._watch_end([] if self._buffers_broadcast is None else [self._buffers_broadcast.group])
+        others = [] if self._buffers_broadcast is None else [self._buffers_broadcast.group]
+        # Holds no reference to this wrapper. The session ends at exit, with all its groups.
+        weakref.finalize(self, _drop, self._gradients, others, shared.dropped).atexit = False
         self._watch_saves()
+
+    def _averaging_options(self) -> AveragingOptions:
+        return AveragingOptions(
+            gradient_as_view=self.gradient_as_bucket_view,
+            find_unused=self.find_unused_parameters,
+            static_graph=self.static_graph,
+            tables=self.tables,
+        )
+
+    @property
+    def trained_parameters(self) -> Sequence[tuple[str, torch.nn.Parameter]]:
+        """Parameters whose gradients are averaged, with their names in the module."""
+        return self._trainable
+
+    @property
+    def remote_optimizers(self) -> RemoteOptimizers | None:
+        """This model's optimizers in the memory devices; None for one worker, and for an unregistered copy."""
+        return self._remote_optimizers
+
+    def keep_snapshots(self) -> None:
+        """Makes snapshots copy their contents; called before any write to parameters except an update."""
+        if self._gradients is not None:
+            self._gradients.keep_snapshots()
 
     def _check_awaited(self, *, init_sync: bool) -> None:
         """Records whether any worker awaits values from worker 0. Collective.
@@ -295,7 +322,7 @@ class DistributedDataParallel(RemoteOptimizer):
                 f"{_NO_VALUES} on some worker, and init_sync=False prevents copying them from worker 0"
             )
 
-    def _bring_values(self, *, but: Collection[torch.nn.Parameter] = ()) -> None:
+    def _bring_values(self, but: Collection[torch.nn.Parameter] = ()) -> None:
         """Copies worker 0's parameters to workers that built theirs on the meta device. Collective if any did."""
         if not self._awaits_values:
             return
@@ -347,14 +374,7 @@ class DistributedDataParallel(RemoteOptimizer):
         """
         self._closed = True
         if self._gradients is not None:
-            self._gradients.remove_hooks()
-            with contextlib.suppress(
-                CoarseError
-            ):  # the other workers may be waiting for an update that has not started yet
-                self._gradients.finish_updates()
-            self._gradients.finish_saves()
-            self._gradients.release_parameters()
-            self._gradients.close_groups()
+            self._gradients.close()
             if self._buffers_broadcast is not None:
                 self._buffers_broadcast.group.close()
 
@@ -409,7 +429,7 @@ class DistributedDataParallel(RemoteOptimizer):
             raise RuntimeError(
                 "this model already has a communication hook; wrap the module again to use another one"
             )
-        if self.offloaded_parts:
+        if self._gradients is not None and self._gradients.offloaded:
             raise RuntimeError(
                 "this model's optimizer runs in the memory devices, which need gradients in the dtype of the "
                 "parameters; register the communication hook first, and the optimizer runs on the workers"
@@ -417,7 +437,7 @@ class DistributedDataParallel(RemoteOptimizer):
         self.ensure_registered()
         self._has_hook = True
         if (dtype or hook) is not None and self._gradients is not None:
-            self._average_by_hook(dtype=dtype, hook=hook)
+            self._gradients.average_by(dtype=dtype, hook=hook)
 
     # Forward.
 
@@ -494,7 +514,7 @@ class DistributedDataParallel(RemoteOptimizer):
                 "this worker now, but did not before, and another worker did not register them. Call "
                 f"requires_grad_(True) on all workers before the same forward: {error}"
             ) from error
-        self._average_more()
+        self._gradients.take_thawed(self._trainable, self.tables)
         for optimizer in self._device_optimizers():
             optimizer.take_thawed()
 
@@ -559,13 +579,16 @@ class DistributedDataParallel(RemoteOptimizer):
 
     def join_hook(self, **kwargs: Any) -> UnevenInputsHook:
         """Returns the hook that torch.distributed.algorithms.join runs on a worker without further inputs."""
-        if self._bucket_hook is not None:
+        if self._gradients is not None and self._gradients.options.hook is not None:
             raise ValueError(
                 "join() cannot be combined with a communication hook that averages: a worker without inputs would "
                 "not call it. Give all workers the same number of batches"
             )
+        remote = self._remote_optimizers
         check_joinable(
-            offloaded=self.updated_parameters, has_tables=bool(self.tables), keeps_devices=self.keeps_devices
+            offloaded=set() if self._gradients is None else self._gradients.updated_parameters,
+            has_tables=bool(self.tables),
+            keeps_devices=remote is not None and remote.keeps_devices,
         )
         self.ensure_registered()
         self._may_run_out = True
@@ -594,7 +617,7 @@ class DistributedDataParallel(RemoteOptimizer):
             optimizer.run_in_memory_devices_again(root)
 
     def _device_optimizers(self) -> list[DeviceOptimizer]:
-        owners = [part.owner() for part in self.offloaded_parts]
+        owners = [] if self._gradients is None else [part.owner() for part in self._gradients.offloaded]
         return [owner for owner in owners if owner is not None]
 
     def agree_on_rank(self, *, candidate: bool) -> int:
@@ -741,3 +764,21 @@ def _confirm_averages(reference: weakref.ref[DistributedDataParallel]) -> None:
     model = reference()
     if model is not None and model._gradients is not None and not model._closed:
         model._gradients.confirm()
+
+
+def _drop(
+    gradients: GradientParts,
+    others: Sequence[AnyTensorGroup],
+    dropped: deque[Callable[[], object]],
+) -> None:
+    """Runs when a wrapper is deleted, in any thread.
+
+    Args:
+        gradients: Its gradients.
+        others: Its other registered groups.
+        dropped: As for GroupSession.
+    """
+    gradients.remove_hooks()
+    gradients.release_parameters()
+    # A worker must not leave before the update is complete, because workers that have not pushed yet still need it.
+    dropped.extend([gradients.finish_updates, gradients.close_groups, *(group.close for group in others)])

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -29,16 +29,15 @@ from coarse.torch.gradients.autograd_callbacks import (
     finish_in_order,
     may_accumulate,
 )
-from coarse.torch.gradients.bucket_hooks import BucketHook
 from coarse.torch.gradients.gradient_path import is_lazy
 from coarse.torch.gradients.gradient_policy import MeasuredGradient
 from coarse.torch.gradients.layout import same_memory
 from coarse.torch.gradients.measures import fingerprints, measure_gradient
-from coarse.torch.gradients.registered_gradients import RegisteredGradients
+from coarse.torch.gradients.registered_gradients import AveragingOptions, OffloadOptions, RegisteredGradients
 from coarse.torch.gradients.slot_window import SlotWindow
 from coarse.torch.gradients.used_up_gradients import UsedUpGradient
 from coarse.torch.optimizer.remote_parameters import RemoteParameters
-from coarse.torch.optimizer.update_tracker import UpdateTracker
+from coarse.torch.optimizer.remote_updates import RemoteUpdates
 
 _LEAST_WAITING_BYTES = 16 << 20  # smallest bound on the gradients that may wait for slots
 
@@ -57,20 +56,8 @@ class GradientSynchroniser:
         name: Name of the registration, the same on every worker.
         parameters: Trainable parameters with their names, none twice, none empty, in the same order on every
             worker.
-        gradient_as_view: Whether `.grad` becomes the registered slot itself. Otherwise, and always outside host
-            memory, it keeps separate memory, and averages are copied back at the end of backward.
-        find_unused: Whether parameters without a gradient at the end of a backward count as unused; otherwise they
-            are waited for.
-        static_graph: Whether every iteration uses the same parameters equally often; the first iteration counts.
-        state_names: Names of an optimizer's states for each parameter in the memory devices; None without one.
-        measures: Whether memory devices measure the averages, for measured(); only with an optimizer.
-        shares_slots: Whether gradients take turns in fewer slots, because each is used up during backward; only with
-            update_in_backward().
-        tables: Parameters whose gradients are sparse.
-        hook: Hook that averages in place of the memory devices; None if memory devices average.
-        moves: Whether this worker's parameters in host memory move to the memory devices and are freed.
-        travel_dtype: Type to which wider gradients are rounded before averaging, if no optimizer is in the memory
-            devices; None to keep their type.
+        options: How they are averaged.
+        offload: How an optimizer in the memory devices uses them; None without one.
 
     Raises:
         ValueError: If a parameter's dtype cannot be averaged, or if tables exist and rows cannot be transferred.
@@ -81,50 +68,32 @@ class GradientSynchroniser:
         session: Session,
         name: str,
         parameters: Sequence[tuple[str, torch.nn.Parameter]],
-        *,
-        gradient_as_view: bool,
-        find_unused: bool,
-        static_graph: bool,
-        state_names: Sequence[str] | None = None,
-        measures: bool = False,
-        shares_slots: bool = False,
-        tables: Collection[torch.nn.Parameter] = (),
-        travel_dtype: torch.dtype | None = None,
-        moves: bool = False,
-        hook: BucketHook | None = None,
+        options: AveragingOptions,
+        offload: OffloadOptions | None = None,
     ) -> None:
         self._rank = session.identity.rank
+        self.named = parameters
+        """The parameters with their names."""
         self._names = [parameter_name for parameter_name, _ in parameters]
         self._parameters = [parameter for _, parameter in parameters]
-        registered = RegisteredGradients(
-            session,
-            name,
-            parameters,
-            gradient_as_view=gradient_as_view,
-            state_names=state_names,
-            shares_slots=shares_slots,
-            tables=tables,
-            travel_dtype=travel_dtype,
-            moves=moves,
-            hook=hook,
-        )
+        registered = RegisteredGradients(session, name, parameters, options, offload)
         self.group, self._path, self._tables = registered.group, registered.path, registered.tables
         del registered  # tracebacks from imports by torch.compiler.disable() may keep this frame alive
         self._failpoints = session.failpoints
-        self._updates: UpdateTracker | None = None
-        self._updates_in_backward: UpdateTracker | None = None  # the same tracker, if backward updates
+        self._updates: RemoteUpdates | None = None
+        self._updates_in_backward: RemoteUpdates | None = None  # the same object, if backward updates
         self._used_up: list[UsedUpGradient] = []  # one per parameter, in that case
-        self._kind = UpdateKind.MEASURE if measures else UpdateKind.NONE
+        self._kind = UpdateKind.MEASURE if offload is not None and offload.measures else UpdateKind.NONE
         self._delivered: list[tuple[int, int] | None] = []
         self._index_of = {id(parameter): index for index, parameter in enumerate(self._parameters)}
         self._turns: SlotWindow | None = None
-        if shares_slots:
+        if offload is not None and offload.shares_slots:
             assert isinstance(self.group, TensorGroup)
             self._turns = SlotWindow(
                 self.group, self._path, self._send, most_waiting_bytes=self._most_waiting_bytes()
             )
-        self._find_unused = find_unused
-        self._static = StaticGraph(len(parameters)) if static_graph else None
+        self._find_unused = options.find_unused
+        self._static = StaticGraph(len(parameters)) if options.static_graph else None
         self._lock = threading.Lock()
         self._expecting = False
         self._armed_in: int | None = None  # number of the armed backward
@@ -159,16 +128,17 @@ class GradientSynchroniser:
         before_backward: Callable[[], object] | None,
         waits: bool,
         waits_here: bool,
-    ) -> UpdateTracker:
-        """From now on, memory devices update these parameters by their gradients: push_update().
+    ) -> RemoteUpdates:
+        """From now on, memory devices update these parameters by their gradients.
 
         Args:
             offloaded: The parameters.
-            before_backward, waits, waits_here: As for UpdateTracker. If backward updates, no `.grad` remains.
+            before_backward, waits, waits_here: As for RemoteUpdates. If backward updates, no `.grad` remains.
         """
-        self._updates = UpdateTracker(
+        self._updates = RemoteUpdates(
             offloaded,
             self._path,
+            self._tables,
             self._failpoints,
             before_backward=before_backward,
             waits=waits,
@@ -206,9 +176,7 @@ class GradientSynchroniser:
 
     def finish_update(self) -> int:
         """Waits for the updates that this worker has pushed; returns their number."""
-        if self._updates is not None:
-            self._updates.finish()
-        return self.num_updates
+        return 0 if self._updates is None else self._updates.finish()
 
     def measured(self, *, num_changes: int = 0, are_unscaled: bool = False) -> list[MeasuredGradient]:
         """The existing averaged gradients of the last backward, as measured by the memory devices.
@@ -237,39 +205,6 @@ class GradientSynchroniser:
             for name, gradient in zip(self._names, gradients, strict=True)
             if gradient is not None
         ]
-
-    def bring_to_slots(self) -> list[bool]:
-        """Begins an update: copies every parameter's `.grad` to its slot; returns which parameters have one.
-
-        Raises:
-            RuntimeError: As check_finished().
-        """
-        self.check_finished()
-        assert self._updates is not None
-        self._updates.begin()
-        for index, parameter in enumerate(self._parameters):
-            if parameter.grad is None:
-                continue
-            if index in self._tables:
-                self._tables.replace_mean(index, parameter.grad)
-            else:
-                self._path.bring(index, parameter.grad)
-        self._path.finish_bringing()
-        return [parameter.grad is not None for parameter in self._parameters]
-
-    def push_update(self, present: Sequence[bool]) -> None:
-        """Starts the memory devices' update of each parameter by its slot, whose contents all workers share.
-
-        Args:
-            present: Result of bring_to_slots().
-        """
-        assert self._updates is not None
-        for index, has_gradient in enumerate(present):
-            if self._failpoints:
-                self._path.flush()
-                self._updates.reach("step.push", index)
-            self._path.take_part(index, UpdateKind.UPDATE_BY_MEAN, present=has_gradient)
-        self._updates.end(is_whole=all(present))
 
     def slot_of(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
         """A new tensor over the slot of `parameter`, for a backward that writes the whole gradient there.
@@ -439,6 +374,7 @@ class GradientSynchroniser:
         self.group.close()
         # These own the slots. This object holds bound methods of itself, so only garbage collection would free it.
         del self._path, self._tables, self._turns
+        self._updates = self._updates_in_backward = None
 
     def _make_hook(self, index: int) -> Callable[[torch.nn.Parameter], None]:
         def on_gradient(_: torch.nn.Parameter) -> None:

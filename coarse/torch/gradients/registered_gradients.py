@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -24,12 +25,52 @@ from coarse.wire.registration import WorkerMemory
 _WINDOWS_PER_MODEL = 8
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AveragingOptions:
+    """How the gradients of a model are averaged.
+
+    Args:
+        gradient_as_view: Whether `.grad` becomes the registered slot itself. Otherwise, and always outside host
+            memory, it keeps separate memory, and averages are copied back at the end of backward.
+        find_unused: Whether parameters without a gradient at the end of a backward count as unused; otherwise they
+            are waited for.
+        static_graph: Whether every iteration uses the same parameters equally often; the first iteration counts.
+        tables: Parameters whose gradients are sparse.
+        travel_dtype: Type to which wider gradients are rounded before averaging, if no optimizer is in the memory
+            devices; None to keep their type.
+        hook: Hook that averages in place of the memory devices; None if memory devices average.
+    """
+
+    gradient_as_view: bool
+    find_unused: bool
+    static_graph: bool
+    tables: Collection[torch.nn.Parameter]
+    travel_dtype: torch.dtype | None = None
+    hook: BucketHook | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadOptions:
+    """How an optimizer in the memory devices uses the gradients of its parameters.
+
+    Args:
+        state_names: Names of its states for each parameter.
+        measures: Whether memory devices measure the averages, for GradientSynchroniser.measured().
+        shares_slots: Whether gradients take turns in fewer slots, because each is used up during backward.
+        moves: Whether this worker's parameters in host memory move to the memory devices and are freed.
+    """
+
+    state_names: Sequence[str]
+    measures: bool
+    shares_slots: bool
+    moves: bool
+
+
 class RegisteredGradients:
     """Slots for the gradients of some parameters, in the memory devices. Registering them is collective.
 
     Args:
-        session, name, parameters: As for GradientSynchroniser.
-        gradient_as_view, state_names, shares_slots, tables, travel_dtype, moves, hook: As for GradientSynchroniser.
+        session, name, parameters, options, offload: As for GradientSynchroniser.
 
     Raises:
         ValueError: As GradientSynchroniser.
@@ -40,72 +81,72 @@ class RegisteredGradients:
         session: Session,
         name: str,
         parameters: Sequence[tuple[str, torch.nn.Parameter]],
-        *,
-        gradient_as_view: bool,
-        state_names: Sequence[str] | None,
-        shares_slots: bool,
-        tables: Collection[torch.nn.Parameter],
-        travel_dtype: torch.dtype | None,
-        moves: bool,
-        hook: BucketHook | None,
+        options: AveragingOptions,
+        offload: OffloadOptions | None,
     ) -> None:
         self._names = [parameter_name for parameter_name, _ in parameters]
         self._parameters = [parameter for _, parameter in parameters]
         self._sent = self._parameters  # the slots' layout
-        if travel_dtype is not None:
-            self._sent = stand_ins(self._parameters, travel_dtype, tables)
+        if options.travel_dtype is not None:
+            self._sent = stand_ins(self._parameters, options.travel_dtype, options.tables)
         self._may_use_streams = session.settings.gpu_transfers != "off"
         self._waits = session.settings.gpu_transfers == "wait"
-        self._shares_slots = shares_slots
+        self._gradient_as_view = options.gradient_as_view
+        self._shares_slots = offload is not None and offload.shares_slots
         in_host = [parameter for parameter in self._parameters if parameter.is_cpu]
         # Memory from which a GPU copies is pinned at once, which allocates its pages.
         self._memory = WorkerMemory(
             reserves=len(in_host) == len(self._parameters),
-            moved_bytes=sum(map(num_bytes, in_host)) if moves else 0,
+            moved_bytes=sum(map(num_bytes, in_host)) if offload is not None and offload.moves else 0,
         )
-        self.group: AnyTensorGroup
+        self.group: AnyTensorGroup = (
+            self._register(session, name, options.tables, offload)
+            if options.hook is None
+            else SingleWorkerTensorGroup(name, ())
+        )
         """The slots; empty if a hook averages."""
-        self.path: GradientPath
-        """The path to the slots and back, or to a hook."""
-        if hook is not None:
-            self.group = SingleWorkerTensorGroup(name, ())
-            self.tables = SparseGradients(session, self.group, parameters, gradient_as_view=gradient_as_view)
-            self.path = BucketHookGradients(session, self._names, self._parameters, hook)
-            return
-        self.group = self._register(session, name, state_names, tables)
-        if isinstance(self.group, TensorGroup):
-            self.group.nccl.objection = _why_no_nccl
-        self.tables = SparseGradients(session, self.group, parameters, gradient_as_view=gradient_as_view)
+        self.tables = SparseGradients(
+            session, self.group, parameters, gradient_as_view=self._gradient_as_view
+        )
         """The sparse gradients."""
-        self.path = self._choose_path(gradient_as_view=gradient_as_view)
+        self.path: GradientPath = (
+            self._choose_path()
+            if options.hook is None
+            else BucketHookGradients(session, self._names, self._parameters, options.hook)
+        )
+        """The path to the slots and back, or to a hook."""
 
     def _register(
         self,
         session: Session,
         name: str,
-        state_names: Sequence[str] | None,
         tables: Collection[torch.nn.Parameter],
+        offload: OffloadOptions | None,
     ) -> AnyTensorGroup:
         specs = [
             _spec(parameter_name, parameter, is_table=parameter in tables)
             for parameter_name, parameter in zip(self._names, self._sent, strict=True)
         ]
         gpu = common_gpu(self._parameters) if self._may_use_streams else ""
-        if state_names is None:
-            return session.register(name, specs, gpu=gpu, memory=self._memory)
-        window_bytes = max(1, sum(spec.nbytes for spec in specs) // _WINDOWS_PER_MODEL)
-        return session.register_parameters(
-            name,
-            specs,
-            state_names=state_names,
-            window_bytes=window_bytes if self._shares_slots else 0,
-            gpu=gpu,
-            memory=self._memory,
-        )
+        if offload is None:
+            group = session.register(name, specs, gpu=gpu, memory=self._memory)
+        else:
+            window_bytes = max(1, sum(spec.nbytes for spec in specs) // _WINDOWS_PER_MODEL)
+            group = session.register_parameters(
+                name,
+                specs,
+                state_names=offload.state_names,
+                window_bytes=window_bytes if offload.shares_slots else 0,
+                gpu=gpu,
+                memory=self._memory,
+            )
+        if isinstance(group, TensorGroup):
+            group.nccl.objection = _why_no_nccl
+        return group
 
-    def _choose_path(self, *, gradient_as_view: bool) -> GradientPath:
+    def _choose_path(self) -> GradientPath:
         if self._sent is self._parameters:
-            return self._path_of_sent(gradient_as_view=gradient_as_view)
+            return self._path_of_sent(gradient_as_view=self._gradient_as_view)
         return CompressedGradients(
             self._names, self._parameters, self._sent, self._path_of_sent(gradient_as_view=True)
         )

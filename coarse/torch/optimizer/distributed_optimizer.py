@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from types import NoneType
 from typing import Any
 
@@ -20,6 +20,7 @@ from coarse.torch.gradients.layout import DTYPE_NAMES, common_gpu
 from coarse.torch.gradients.measures import changes_by_scaler, measure_gradient
 from coarse.torch.gradients.sparse_gradients import find_renormalised
 from coarse.torch.gradients.used_up_gradients import UsedUpGradient
+from coarse.torch.optimizer.remote_optimizers import RemoteOptimizers, UpdateOptions
 from coarse.torch.optimizer.remote_parameters import RemoteParameters
 from coarse.torch.optimizer.state_broadcast import broadcast_state
 from coarse.torch.optimizer.update_rules import KNOWN_OPTIMIZERS, UpdateRule, cannot_update_rows, find_rule
@@ -152,28 +153,30 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._taken: dict[str, Any] = {}  # the state dict that is being loaded
         model.ensure_registered()
         rule = find_rule(optimizer)
-        reason = model.agree_on_obstacle(_obstacle(optimizer, rule, model))
+        reason = _agreed_obstacle(optimizer, rule, model)
         if rule is None or reason:
             warnings.warn(
                 f"{type(optimizer).__name__} runs on the workers, not in the memory devices: {reason}",
                 stacklevel=2,
             )
             return
-        _check_members(optimizer, model)
-        _check_recovery(optimizer, model, overlap=overlap, staleness=staleness)
+        _check_members(optimizer, model, self._remote.parts)
+        _check_recovery(optimizer, model, self._remote, overlap=overlap, staleness=staleness)
         self._offload(rule)
         self._stand_in_for(optimizer)
 
     def _offload(self, rule: UpdateRule) -> None:
         """Moves all trainable parameters of the optimizer to the memory devices. Collective."""
-        self._part = self._model.offload(
+        self._part = self._remote.offload(
             self._optimizer,
             rule,
             {parameter for _, parameter in _members(self._optimizer, self._model)},
-            overlap=self._overlaps,
-            measures=self._policy.needs_measures,
-            staleness=self._staleness,
-            before_backward=weakly(self._prepare_update),
+            UpdateOptions(
+                overlap=self._overlaps,
+                measures=self._policy.needs_measures,
+                staleness=self._staleness,
+                before_backward=weakly(self._prepare_update),
+            ),
             owner=weakref.ref(self),
             replaced=self._part,
         )
@@ -184,14 +187,14 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         if self._part is None or len(_members(self._optimizer, self._model)) == len(self._part.named):
             return
         rule = find_rule(self._optimizer)
-        reason = self._model.agree_on_obstacle(_obstacle(self._optimizer, rule, self._model))
+        reason = _agreed_obstacle(self._optimizer, rule, self._model)
         if rule is None or reason:
             raise ValueError(
                 f"parameters were added to a {type(self._optimizer).__name__} that runs in the memory devices, but "
                 f"these cannot update them: {reason}. Give them a separate optimizer"
             )
-        _check_members(self._optimizer, self._model)
-        _check_growth(self._model)
+        _check_members(self._optimizer, self._model, self._remote.parts)
+        _check_growth(self._remote)
         self._offload(rule)
 
     def run_on_workers(self) -> None:
@@ -201,7 +204,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         """
         if self._part is not None:
             part, self._part = self._part, None
-            self._model.take_back(part)
+            self._remote.take_back(part)
 
     def run_in_memory_devices_again(self, root: int) -> None:
         """Moves parameters and state to the memory devices again. Collective.
@@ -214,6 +217,13 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         assert rule is not None, "memory devices have run this optimizer"
         broadcast_state(self._model.session, self._optimizer, root=root)
         self._offload(rule)
+
+    @property
+    def _remote(self) -> RemoteOptimizers:
+        """The model's optimizers in the memory devices, which run this one too."""
+        remote = self._model.remote_optimizers
+        assert remote is not None, "otherwise _obstacle() has a reason"
+        return remote
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -286,7 +296,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     @property
     def is_kept(self) -> bool:
         """Whether parameters and state in the memory devices survive a crash of this worker."""
-        return self._part is not None and self._model.keeps_devices
+        return self._part is not None and self._remote.keeps_devices
 
     @property
     def recovered_step(self) -> int:
@@ -338,16 +348,16 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         empty = part.offloaded.empty
         if self._overlaps:
             self._check_updated()
-            self._model.end_overlapped_step(part)
+            self._remote.end_overlapped_step(part)
             empty.update()
             empty.drop_gradients()
             return
         self._warn_of_local_gradients(part)
         scale = self._gradient_scale(part)
         if scale is not None:
-            part.wait()
+            part.offloaded.wait()
             self._prepare_update()
-            self._model.update_parameters(part, gradient_scale=scale)
+            self._remote.update(part, gradient_scale=scale)
             empty.update()
 
     def state_dict(self) -> dict[str, Any]:
@@ -370,7 +380,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         Its step() raises, because every worker would separately update the parameters that all share.
         """
         _STAND_INS[optimizer] = weakref.ref(self)
-        refusal = _refusal_of_steps(self._model)
+        refusal = _refusal_of_steps(self._remote)
         self._refusal = optimizer.register_step_pre_hook(refusal).id
         optimizer.register_state_dict_pre_hook(weakly(self._lend_state))
         optimizer.register_state_dict_post_hook(weakly(self._take_state_back))
@@ -428,10 +438,10 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             return
         try:
             self._model.average_thawed()
-            _check_members(self._optimizer, self._model)
+            _check_members(self._optimizer, self._model, self._remote.parts)
             self.take_thawed()
         except (ValueError, RuntimeError):
-            if self._model.is_offloaded(self._optimizer):  # nothing was moved
+            if self._remote.runs(self._optimizer):  # nothing was moved
                 self._optimizer.param_groups.pop()
             raise
         self._not_held = _frozen_parameters(self._optimizer, self._model)
@@ -450,7 +460,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         unscale = 1.0 if loss_scale is None else 1.0 / float(loss_scale)
         if not self._policy.needs_measures:
             return unscale
-        gradients = self._model.measured_gradients(
+        gradients = self._remote.measured_gradients(
             part,
             # GradScaler multiplies gradients by 1 when it searches for Inf.
             num_changes=0 if loss_scale is None else changes_by_scaler(loss_scale.device),
@@ -551,7 +561,18 @@ def _obstacle(
             return (
                 f"parameter {name!r} is {parameter.dtype}, but they update only {', '.join(UPDATABLE_DTYPES)}"
             )
-    return model.cannot_offload([parameter for _, parameter in members])
+    if model.remote_optimizers is None:
+        return "a job of one worker has no memory devices"
+    return model.remote_optimizers.cannot_offload([parameter for _, parameter in members])
+
+
+def _agreed_obstacle(
+    optimizer: torch.optim.Optimizer, rule: UpdateRule | None, model: DistributedDataParallel
+) -> str:
+    """As _obstacle(), on any worker. Collective."""
+    reason = _obstacle(optimizer, rule, model)
+    remote = model.remote_optimizers
+    return reason if remote is None else remote.agree_on_obstacle(reason)
 
 
 def _members(
@@ -581,46 +602,51 @@ def _replaced(given: dict[str, Any], by_hook: dict[str, Any] | None) -> dict[str
 
 
 def _check_recovery(
-    optimizer: torch.optim.Optimizer, model: DistributedDataParallel, *, overlap: bool, staleness: int
+    optimizer: torch.optim.Optimizer,
+    model: DistributedDataParallel,
+    remote: RemoteOptimizers,
+    *,
+    overlap: bool,
+    staleness: int,
 ) -> None:
     """Refuses unrecoverable configurations if the model's memory devices are kept or have replicas."""
-    if model.keeps_devices and (left := len(model.trained_parameters) - len(_members(optimizer, model))):
+    if remote.keeps_devices and (left := len(model.trained_parameters) - len(_members(optimizer, model))):
         raise ValueError(
             "COARSE_KEEP_DEVICES needs one DistributedOptimizer of all trainable parameters of the model, but this "
             f"one lacks {left}: after a crash, parameters that others update would be of another step. Give it all "
             "of them (each parameter group may have its own settings), freeze the others before wrapping, or unset "
             "COARSE_KEEP_DEVICES"
         )
-    if overlap and model.replicates_devices:
+    if overlap and remote.replicates_devices:
         raise ValueError(
             "overlap=True cannot be combined with COARSE_REPLICAS: it updates parameters before the gradients of "
             "others are complete, so neither copy alone could finish a step; pass overlap=False, or unset "
             "COARSE_REPLICAS"
         )
-    if overlap and model.keeps_devices and model.tables:
+    if overlap and remote.keeps_devices and model.tables:
         raise ValueError(
             "overlap=True and COARSE_KEEP_DEVICES cannot be combined with sparse gradients: updates of tables cannot "
             "be undone; pass overlap=False, or make the embeddings dense (sparse=False)"
         )
-    if model.tables and model.replicates_devices:
+    if model.tables and remote.replicates_devices:
         raise ValueError(
             "COARSE_REPLICAS cannot be combined with sparse gradients: an update of a table changes few rows, but "
             "whole shards would be copied; make the embeddings dense (sparse=False), or unset COARSE_REPLICAS"
         )
-    if staleness and model.keeps_devices:
+    if staleness and remote.keeps_devices:
         raise ValueError(
             f"staleness={staleness} cannot be combined with COARSE_KEEP_DEVICES: the copies on workers are lost with "
             "them; pass staleness=0, or unset COARSE_KEEP_DEVICES"
         )
 
 
-def _refusal_of_steps(model: DistributedDataParallel) -> Callable[..., None]:
+def _refusal_of_steps(remote: RemoteOptimizers) -> Callable[..., None]:
     """Returns a hook that makes the given optimizer's step() raise while memory devices update its parameters."""
-    reference = weakref.ref(model)  # parameters may outlive the model
+    reference = weakref.ref(remote)  # parameters may outlive the model
 
     def refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         alive = reference()
-        if alive is not None and alive.is_offloaded(optimizer):
+        if alive is not None and alive.runs(optimizer):
             raise RuntimeError(
                 f"this {type(optimizer).__name__} runs in the memory devices; call step() of its "
                 "DistributedOptimizer: optimizer = coarse.torch.DistributedOptimizer(optimizer, model)"
@@ -639,13 +665,15 @@ def _state_by_parameter(
     return {p: state[number] for number, p in zip(numbers, parameters, strict=True) if number in state}
 
 
-def _check_members(optimizer: torch.optim.Optimizer, model: DistributedDataParallel) -> None:
+def _check_members(
+    optimizer: torch.optim.Optimizer, model: DistributedDataParallel, parts: Sequence[OffloadedPart]
+) -> None:
     """Refuses parameters that are not the model's, or that memory devices update for another optimizer."""
     held = {
         p for options in optimizer.param_groups for p in options["params"] if p.requires_grad and p.numel()
     }
     members = _members(optimizer, model)
-    for part in model.offloaded_parts:
+    for part in parts:
         taken = {parameter for _, parameter in part.named} if part.optimizer is not optimizer else set()
         if names := [name for name, parameter in members if parameter in taken]:
             raise RuntimeError(
@@ -660,9 +688,9 @@ def _check_members(optimizer: torch.optim.Optimizer, model: DistributedDataParal
         )
 
 
-def _check_growth(model: DistributedDataParallel) -> None:
+def _check_growth(remote: RemoteOptimizers) -> None:
     """Refuses later additions of parameters if memory devices are kept: restarted workers would not expect them."""
-    if model.keeps_devices:
+    if remote.keeps_devices:
         raise ValueError(
             "COARSE_KEEP_DEVICES cannot be combined with parameters added later to an optimizer in the memory "
             "devices: a restarted worker looks for the original ones. Wrap the model when all parameters to train "

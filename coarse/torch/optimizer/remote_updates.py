@@ -1,21 +1,27 @@
-"""Tracks the memory devices' updates of a model's parameters: the running one, and who waits for it."""
+"""The memory devices' updates of an optimizer's parameters: the running one, and who waits for it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from coarse.client.tensor_group import UpdateKind
 from coarse.failpoints import Failpoints
 from coarse.torch.gradients.gradient_path import GradientPath
+from coarse.torch.gradients.sparse_gradients import SparseGradients
 from coarse.torch.optimizer.mirrored_parameters import MirroredParameters
 from coarse.torch.optimizer.remote_parameters import RemoteParameters
 
 
-class UpdateTracker:
-    """The updates of one model, one after the other: begin(), pushes of its gradients, end(). One caller at a time.
+class RemoteUpdates:
+    """The updates of one optimizer's parameters, one after the other. One caller at a time.
+
+    step() makes an update by run(). A backward makes one by begin_backward(), pushes of its gradients and
+    end_backward().
 
     Args:
         offloaded: The parameters.
         path: The path of their gradients.
+        tables: Their sparse gradients.
         failpoints: Points at which tests kill this worker.
         before_backward: Called at the beginning of a backward that updates, before any gradient is pushed; None if
             step() updates.
@@ -27,6 +33,7 @@ class UpdateTracker:
         self,
         offloaded: RemoteParameters,
         path: GradientPath,
+        tables: SparseGradients,
         failpoints: Failpoints,
         *,
         before_backward: Callable[[], object] | None,
@@ -35,6 +42,7 @@ class UpdateTracker:
     ) -> None:
         self._offloaded = offloaded
         self._path = path
+        self._tables = tables
         self._failpoints = failpoints
         self._before_backward = before_backward
         self._waits = waits
@@ -52,11 +60,42 @@ class UpdateTracker:
             self._pulled = parameters
             self._waits_here = True
 
-    def begin(self) -> None:
-        """Waits for the last update and begins the next one, of step()."""
+    def run(self, *, gradient_scale: float = 1.0) -> None:
+        """Waits for the last update and makes the next one by each parameter's `.grad`, which all workers share.
+
+        All slots and all settings are written before the first push, so that memory devices that have begun a step
+        can finish it without any worker (docs/design/recovery.md).
+
+        Args:
+            gradient_scale: Factor for the gradients, the same on every worker.
+        """
         self.finish()
         self.count += 1
-        self.reach("step.prepare")
+        self._reach("step.prepare")
+        present = self._bring_gradients()
+        self._offloaded.begin(present, gradient_scale=gradient_scale)
+        self._push(present)
+        self._end(is_whole=all(present))
+
+    def _bring_gradients(self) -> list[bool]:
+        """Copies every parameter's `.grad` to its slot; returns which parameters have one."""
+        gradients = [parameter.grad for parameter in self._offloaded.parameters]
+        for index, gradient in enumerate(gradients):
+            if gradient is None:
+                continue
+            if index in self._tables:
+                self._tables.replace_mean(index, gradient)
+            else:
+                self._path.bring(index, gradient)
+        self._path.finish_bringing()
+        return [gradient is not None for gradient in gradients]
+
+    def _push(self, present: Sequence[bool]) -> None:
+        for index, has_gradient in enumerate(present):
+            if self._failpoints:
+                self._path.flush()
+                self._reach("step.push", index)
+            self._path.take_part(index, UpdateKind.UPDATE_BY_MEAN, present=has_gradient)
 
     def begin_backward(self) -> None:
         """Begins the update of a backward; a parameter is updated once all workers have pushed its gradient."""
@@ -69,18 +108,19 @@ class UpdateTracker:
         self._offloaded.expect_one(index)
 
     def end_backward(self, *, is_whole: bool) -> None:
-        """As end(), for an update in a backward."""
-        self.count += 1
-        contributors = self.end(is_whole=is_whole)
-        # A backward for another optimizer, which used none of these parameters on any worker, made no update.
-        self.is_step_due = is_whole or not contributors or any(contributors)
-
-    def end(self, *, is_whole: bool) -> Sequence[int]:
-        """Makes the next use of parameters wait for the pushed update.
+        """Makes the next use of parameters wait for the update of a backward, whose gradients are all pushed.
 
         Args:
             is_whole: Whether this worker had a gradient for every parameter; if not, contributor counts show which
                 parameters are updated.
+        """
+        self.count += 1
+        contributors = self._end(is_whole=is_whole)
+        # A backward for another optimizer, which used none of these parameters on any worker, made no update.
+        self.is_step_due = is_whole or not contributors or any(contributors)
+
+    def _end(self, *, is_whole: bool) -> Sequence[int]:
+        """As end_backward(), for any update.
 
         Returns:
             Number of workers that had each gradient; empty if the processor does not wait.
@@ -89,19 +129,20 @@ class UpdateTracker:
         if not self._waits:
             self._path.flush()
             return ()
-        self.reach("step.pull")
+        self._reach("step.pull")
         contributors = self._path.collect(counts=self._waits_here or not is_whole)
         if contributors:
             self._note(contributors)
         else:  # a stream waits
             self._offloaded.expect()
-        self.reach("step.done")
+        self._reach("step.done")
         return contributors
 
-    def finish(self) -> None:
-        """Waits until all updates that this worker has pushed are complete."""
+    def finish(self) -> int:
+        """Waits until all updates that this worker has pushed are complete; returns their number."""
         if self._is_under_way:
             self._note(self._path.collect(counts=True))
+        return self.count
 
     def _note(self, contributors: Sequence[int]) -> None:
         self._is_under_way = False
@@ -109,6 +150,6 @@ class UpdateTracker:
             self._pulled.pull()
         self._offloaded.finish(contributors)
 
-    def reach(self, place: str, count: int = 0) -> None:
+    def _reach(self, place: str, count: int = 0) -> None:
         """Kills this worker if a test requests it at this point, after `count` pushed gradients."""
         self._failpoints.reach(place, step=self.count, count=count)
