@@ -11,6 +11,7 @@ locally, as in torch's DDP.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 from collections.abc import Callable, Sequence
@@ -29,7 +30,6 @@ from coarse.torch.gradients.autograd_callbacks import (
     finish_in_order,
     may_accumulate,
 )
-from coarse.torch.gradients.gradient_path import is_lazy
 from coarse.torch.gradients.gradient_policy import MeasuredGradient
 from coarse.torch.gradients.layout import same_memory
 from coarse.torch.gradients.measures import fingerprints, measure_gradient
@@ -80,9 +80,11 @@ class GradientSynchroniser:
         self.group, self._path, self._tables = registered.group, registered.path, registered.tables
         del registered  # tracebacks from imports by torch.compiler.disable() may keep this frame alive
         self._failpoints = session.failpoints
+        self._has_failpoints = bool(session.failpoints)
         self._updates: RemoteUpdates | None = None
         self._updates_in_backward: RemoteUpdates | None = None  # the same object, if backward updates
         self._used_up: list[UsedUpGradient] = []  # one per parameter, in that case
+        self._changes_in_backward = False  # whether this worker's own parameters change then
         self._kind = UpdateKind.MEASURE if offload is not None and offload.measures else UpdateKind.NONE
         self._delivered: list[tuple[int, int] | None] = []
         self._index_of = {id(parameter): index for index, parameter in enumerate(self._parameters)}
@@ -90,7 +92,10 @@ class GradientSynchroniser:
         if offload is not None and offload.shares_slots:
             assert isinstance(self.group, TensorGroup)
             self._turns = SlotWindow(
-                self.group, self._path, self._send, most_waiting_bytes=self._most_waiting_bytes()
+                self.group,
+                self._path,
+                functools.partial(self._path.send, kind=UpdateKind.UPDATE),
+                most_waiting_bytes=self._most_waiting_bytes(),
             )
         self._find_unused = options.find_unused
         self._static = StaticGraph(len(parameters)) if options.static_graph else None
@@ -102,10 +107,17 @@ class GradientSynchroniser:
         """Whether `.grad` holds local gradients: from a backward that did not average, with no averaging since."""
         self._restart()
         self._averagers = [averagers_of(parameter) for parameter in self._parameters]
+        self.shares_parameters = False
+        """Whether another object has averaged the gradient of one of these parameters while this one did."""
         for averagers in self._averagers:
+            for other in averagers:
+                other.shares_parameters = self.shares_parameters = True
             averagers.add(self)
         self.handles = [
-            parameter.register_post_accumulate_grad_hook(self._make_hook(index))
+            # Not traced if a compiled user function calls backward().
+            parameter.register_post_accumulate_grad_hook(
+                torch.compiler.disable(functools.partial(self._on_gradient, index))
+            )
             for index, parameter in enumerate(self._parameters)
         ]
         self._untraced_on_output = torch.compiler.disable(self._on_output)
@@ -126,14 +138,13 @@ class GradientSynchroniser:
         offloaded: RemoteParameters,
         *,
         before_backward: Callable[[], object] | None,
-        waits: bool,
-        waits_here: bool,
+        is_stale: bool,
     ) -> RemoteUpdates:
         """From now on, memory devices update these parameters by their gradients.
 
         Args:
             offloaded: The parameters.
-            before_backward, waits, waits_here: As for RemoteUpdates. If backward updates, no `.grad` remains.
+            before_backward, is_stale: As for RemoteUpdates. If backward updates, no `.grad` remains.
         """
         self._updates = RemoteUpdates(
             offloaded,
@@ -141,11 +152,11 @@ class GradientSynchroniser:
             self._tables,
             self._failpoints,
             before_backward=before_backward,
-            waits=waits,
-            waits_here=waits_here,
+            is_stale=is_stale,
         )
         if before_backward is not None:
             self._updates_in_backward = self._updates
+            self._changes_in_backward = not is_stale
             self._used_up = [UsedUpGradient(parameter) for parameter in self._parameters]
             self._kind = UpdateKind.UPDATE
         return self._updates
@@ -308,7 +319,7 @@ class GradientSynchroniser:
                 if gradient is not None and index in self._tables:
                     self._tables.hold(index, gradient)
                 else:
-                    self._send(index)
+                    self._path.send(index, self._kind)
             self._path.flush()
             self._push_tables()
             self._deliver_averages()
@@ -376,14 +387,6 @@ class GradientSynchroniser:
         del self._path, self._tables, self._turns
         self._updates = self._updates_in_backward = None
 
-    def _make_hook(self, index: int) -> Callable[[torch.nn.Parameter], None]:
-        def on_gradient(_: torch.nn.Parameter) -> None:
-            self._on_gradient(index)
-
-        # Otherwise a compiled user function that calls backward() would trace the hooks.
-        hook: Callable[[torch.nn.Parameter], None] = torch.compiler.disable(on_gradient)
-        return hook
-
     def _put_hooks_last(self) -> None:
         """Moves this object's hooks behind the user's, so that results of hooks registered later are averaged."""
         for parameter, handle in zip(self._parameters, self.handles, strict=True):
@@ -412,7 +415,7 @@ class GradientSynchroniser:
             if self._expecting and self._armed_in != current_backward() and may_accumulate(self._parameters):
                 self._arm()
 
-    def _on_gradient(self, index: int) -> None:
+    def _on_gradient(self, index: int, parameter: torch.nn.Parameter) -> None:
         """Handles a ready gradient; hot path, once per parameter and backward."""
         if not self._expecting:
             self.has_local = True
@@ -421,7 +424,7 @@ class GradientSynchroniser:
             if self._armed_in is None:
                 self._arm()
             if self._static is None or self._static.is_last(index, self._names):
-                self._push(index, self._parameters[index].grad)
+                self._push(index, parameter.grad)
 
     def _arm(self) -> None:
         self._armed_in = current_backward()
@@ -433,22 +436,25 @@ class GradientSynchroniser:
         at_end(self._untraced_end)
 
     def _push(self, index: int, gradient: torch.Tensor | None) -> None:
-        if self._failpoints:
+        if self._has_failpoints:
             self._failpoints.reach("backward.push", step=self.num_updates + 1, count=self._num_pushed)
         if self._pushed[index]:
             raise gradient_errors.came_twice(self._rank, self._names[index])
         if gradient is None:
             gradient = self._replace_undefined(index)
-        if len(self._averagers[index]) > 1:
+        if self.shares_parameters:
             self._check_averaged_once(index)
         self._pushed[index] = 1
         self._num_pushed += 1
-        if self._updates_in_backward is not None:
-            self._updates_in_backward.expect_one(index)
+        if self._changes_in_backward:
+            # Later parts of this backward that saved the parameter, detached from the graph, must not read it.
+            torch.autograd.graph.increment_version(self._parameters[index])
         if gradient is not None and self._tables.are_there and index in self._tables:
             self._tables.hold(index, gradient)
-        else:
-            self._take_turn(index)
+            return
+        if gradient is not None and (gradient.is_neg() or gradient.is_conj()):
+            self._parameters[index].grad = gradient.resolve_conj().resolve_neg()
+        self._send(index)
 
     def _replace_undefined(self, index: int) -> torch.Tensor | None:
         """The replacement for a gradient that an operation returned as undefined.
@@ -469,20 +475,12 @@ class GradientSynchroniser:
         if any(each is not self and each.is_averaging(parameter) for each in self._averagers[index]):
             raise gradient_errors.averaged_elsewhere(self._rank, self._names[index])
 
-    def _take_turn(self, index: int) -> None:
+    def _send(self, index: int) -> None:
+        """Contributes a parameter's `.grad` when its slot is free; nothing if it is None."""
         if self._turns is None:
-            self._send(index)
+            self._path.send(index, self._kind)
         else:
             self._turns.take(index)
-
-    def _send(self, index: int) -> None:
-        if index in self._absent:
-            self._path.take_part(index, self._kind, present=False)
-        else:
-            gradient = self._parameters[index].grad
-            if is_lazy(gradient):
-                gradient = self._parameters[index].grad = gradient.resolve_conj().resolve_neg()
-            self._path.send(index, gradient, self._kind)
 
     def _end_of_backward(self) -> None:
         """Runs at the end of the outermost backward; a second call in one iteration does nothing."""
@@ -547,4 +545,4 @@ class GradientSynchroniser:
                 self._pushed[index] = 1
                 self._num_pushed += 1
                 self._absent.add(index)
-                self._take_turn(index)
+                self._send(index)

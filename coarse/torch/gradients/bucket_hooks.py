@@ -148,7 +148,10 @@ class BucketHookGradients:
         bucket, position = self._place_of[index]
         return bucket.slots[position]
 
-    def send(self, index: int, gradient: torch.Tensor, kind: UpdateKind) -> None:
+    def send(self, index: int, kind: UpdateKind) -> None:
+        gradient = self._parameters[index].grad
+        if gradient is None:
+            return self.take_part(index, kind, present=False)
         self._layout.check(index, gradient)
         self.slot(index).copy_(gradient.detach())
         self._fill(index, is_used=True)

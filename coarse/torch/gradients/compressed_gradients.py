@@ -64,15 +64,18 @@ class CompressedGradients:
     def slot(self, index: int) -> torch.Tensor:
         return self._path.slot(index)
 
-    def send(self, index: int, gradient: torch.Tensor, kind: UpdateKind) -> None:
+    def send(self, index: int, kind: UpdateKind) -> None:
+        gradient = self._parameters[index].grad
+        if gradient is None:
+            return self.take_part(index, kind, present=False)
         if not self._is_rounded(index):
-            return self._path.send(index, gradient, kind)
+            return self._path.send(index, kind)
         self._layout.check(index, gradient)
         is_in_place = self._path.can_write_in_place(index)
         rounded = self._path.slot(index) if is_in_place else torch.empty_like(self._narrow[index])
         rounded.copy_(gradient.detach())
         self._narrow[index].grad = rounded
-        self._path.send(index, rounded, kind)
+        self._path.send(index, kind)
 
     def take_part(self, index: int, kind: UpdateKind, *, present: bool) -> None:
         self._path.take_part(index, kind, present=present)

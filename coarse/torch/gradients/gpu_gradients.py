@@ -101,7 +101,10 @@ class GpuGradients:
         self._mirror = parameters
         return True
 
-    def send(self, index: int, gradient: torch.Tensor, kind: UpdateKind) -> None:
+    def send(self, index: int, kind: UpdateKind) -> None:
+        gradient = self._parameters[index].grad
+        if gradient is None:
+            return self.take_part(index, kind, present=False)
         plain = self._plain(index, gradient)
         address = plain.data_ptr()
         if kind is UpdateKind.UPDATE:

@@ -50,7 +50,10 @@ class GpuSlotGradients(GpuGradients):
     def slot(self, index: int) -> torch.Tensor:
         return self._views[index]
 
-    def send(self, index: int, gradient: torch.Tensor, kind: UpdateKind) -> None:
+    def send(self, index: int, kind: UpdateKind) -> None:
+        gradient = self._parameters[index].grad
+        if gradient is None:
+            return self.take_part(index, kind, present=False)
         self._copy_to_slot(index, gradient)
         if kind is UpdateKind.UPDATE or not self._keeps_gradients:
             self._parameters[index].grad = None  # the gradient is in the slot now

@@ -22,8 +22,8 @@ class GradientPath(Protocol):
     def slot(self, index: int) -> torch.Tensor:
         """The slot of a gradient."""
 
-    def send(self, index: int, gradient: torch.Tensor, kind: UpdateKind) -> None:
-        """Contributes a gradient, which must not change before deliver()."""
+    def send(self, index: int, kind: UpdateKind) -> None:
+        """Contributes a parameter's `.grad`, which must not change before deliver(); nothing if it is None."""
 
     def take_part(self, index: int, kind: UpdateKind, *, present: bool) -> None:
         """Contributes data that memory devices can already read, or nothing if not `present`."""
@@ -71,11 +71,6 @@ class GradientPath(Protocol):
         """Waits on the processor until all averages have arrived; raises the error if they will not."""
 
 
-def is_lazy(gradient: torch.Tensor) -> bool:
-    """Whether torch stores the gradient with a pending negation or complex conjugation."""
-    return bool(gradient.is_neg() or gradient.is_conj())
-
-
 class GradientLayout:
     """The required layout of gradients: that of the parameters when the model was wrapped.
 
@@ -110,7 +105,7 @@ class GradientLayout:
                 else gradient.stride() == self._strides[index]
             )
             and not gradient.requires_grad
-            and not is_lazy(gradient)  # such a gradient may be assigned after backward
+            and not (gradient.is_neg() or gradient.is_conj())  # may be assigned after backward
         )
 
     def strides(self, index: int) -> tuple[int, ...]:

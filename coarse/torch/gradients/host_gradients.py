@@ -7,7 +7,6 @@ from collections.abc import Collection, Container, Sequence
 import torch
 
 from coarse.client.tensor_group import TensorGroup, UpdateKind
-from coarse.session import AnyTensorGroup
 from coarse.torch.gradients.gradient_path import GradientLayout
 from coarse.torch.gradients.layout import SlotViews, slot_tensor
 from coarse.torch.optimizer.mirrored_parameters import MirroredParameters
@@ -28,7 +27,7 @@ class HostGradients:
 
     def __init__(
         self,
-        group: AnyTensorGroup,
+        group: TensorGroup,
         names: Sequence[str],
         parameters: Sequence[torch.nn.Parameter],
         *,
@@ -39,12 +38,13 @@ class HostGradients:
         self._group = group
         self._parameters = parameters
         self._layout = GradientLayout(names, parameters)
-        self._tables = tables
+        self._dense = [index for index in range(len(parameters)) if index not in tables]
         self._slots = [
             torch.empty(0, dtype=p.dtype, device="cpu") if i in tables else slot_tensor(group.buffer(i), p)
             for i, p in enumerate(parameters)
         ]
         self._addresses = [slot.data_ptr() for slot in self._slots]
+        self._is_contiguous = [slot.is_contiguous() for slot in self._slots]
         self._views = SlotViews(self._slots)
         self._keeps_gradients = keeps_gradients
         self._is_view = [
@@ -58,21 +58,50 @@ class HostGradients:
     def slot(self, index: int) -> torch.Tensor:
         return self._views[index]
 
-    def send(self, index: int, gradient: torch.Tensor, kind: UpdateKind) -> None:
-        self._push(index, kind, source=self._source(index, gradient))
+    def send(self, index: int, kind: UpdateKind) -> None:
+        gradient = self._parameters[index].grad
+        if gradient is None:
+            return self.take_part(index, kind, present=False)
+        self._group.push(index, source=self._source(index, gradient), update=kind)
         if not self._keeps_gradients:
             self._parameters[index].grad = None  # the gradient is in the slot now
-        elif self._is_view[index] and not self._views.hold(index, gradient):
-            self._parameters[index].grad = self._views[index]
+        elif self._is_view[index] and gradient is not (view := self._views[index]):
+            self._parameters[index].grad = view
+
+    def _source(self, index: int, gradient: torch.Tensor) -> int:
+        """Copies a gradient to its slot, or returns the address from which push() can; 0 if it is there."""
+        if gradient is self._views.last[index] and gradient.data_ptr() == self._addresses[index]:
+            return 0
+        slot = self._slots[index]
+        if (
+            gradient.layout is torch.strided
+            and gradient.is_cpu
+            and gradient.dtype is slot.dtype
+            and gradient.numel() == slot.numel()
+            # Runs for every gradient of a step; most need no tuple of strides.
+            and (
+                gradient.is_contiguous() if self._is_contiguous[index] else gradient.stride() == slot.stride()
+            )
+            and not gradient.requires_grad
+            and not (gradient.is_neg() or gradient.is_conj())
+        ):
+            address = int(gradient.data_ptr())
+            # The native code copies before push() returns.
+            return 0 if address == self._addresses[index] else address
+        self._copy_to_slot(index, gradient)
+        return 0
+
+    def _copy_to_slot(self, index: int, gradient: torch.Tensor) -> None:
+        self._layout.check(index, gradient)
+        self._slots[index].copy_(gradient.detach())
 
     def take_part(self, index: int, kind: UpdateKind, *, present: bool) -> None:
-        self._push(index, kind, present=present)
+        self._group.push(index, present=present, update=kind)
 
     def flush(self) -> None:
         self._group.flush()
 
     def is_late(self, index: int) -> bool:
-        assert isinstance(self._group, TensorGroup)
         return self._group.is_late(index)
 
     def bring(self, index: int, gradient: torch.Tensor) -> None:
@@ -91,9 +120,8 @@ class HostGradients:
     def deliver(self, absent: Collection[int], contributors: Sequence[int]) -> None:
         destinations: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
-        for index, parameter in enumerate(self._parameters):
-            if index in self._tables:
-                continue
+        for index in self._dense:
+            parameter = self._parameters[index]
             if index not in absent:
                 if self._is_view[index]:
                     continue
@@ -117,25 +145,3 @@ class HostGradients:
 
     def confirm(self) -> None:
         pass  # collect() has waited
-
-    def _push(self, index: int, kind: UpdateKind, *, present: bool = True, source: int = 0) -> None:
-        if kind is UpdateKind.NONE:
-            self._group.push(index, present=present, source=source)
-        else:
-            assert isinstance(self._group, TensorGroup)
-            self._group.push(index, present=present, source=source, update=kind)
-
-    def _source(self, index: int, gradient: torch.Tensor) -> int:
-        """Copies a gradient to its slot, or returns the address from which push() can; 0 if it is there."""
-        if self._views.hold(index, gradient):
-            return 0
-        if gradient.is_cpu and self._layout.is_plain(index, gradient):
-            address = int(gradient.data_ptr())
-            # The native code copies before push() returns.
-            return 0 if address == self._addresses[index] else address
-        self._copy_to_slot(index, gradient)
-        return 0
-
-    def _copy_to_slot(self, index: int, gradient: torch.Tensor) -> None:
-        self._layout.check(index, gradient)
-        self._slots[index].copy_(gradient.detach())

@@ -49,18 +49,19 @@ class SlotViews:
     def __init__(self, slots: Sequence[torch.Tensor]) -> None:
         self._slots = slots
         self._addresses = [slot.data_ptr() for slot in slots]
-        self._views = [same_memory(slot) for slot in slots]
+        self.last = [same_memory(slot) for slot in slots]
+        """The tensors as returned last, whose memory may have been replaced."""
 
     def __getitem__(self, index: int) -> torch.Tensor:
         """The tensor over a slot."""
-        view = self._views[index]
+        view = self.last[index]
         if view.data_ptr() != self._addresses[index] or view.dtype is not self._slots[index].dtype:
-            view = self._views[index] = same_memory(self._slots[index])
+            view = self.last[index] = same_memory(self._slots[index])
         return view
 
     def hold(self, index: int, gradient: torch.Tensor) -> bool:
         """Whether a gradient is the tensor over a slot and still uses the slot's memory."""
-        return gradient is self._views[index] and gradient.data_ptr() == self._addresses[index]
+        return gradient is self.last[index] and gradient.data_ptr() == self._addresses[index]
 
 
 def same_memory(tensor: torch.Tensor) -> torch.Tensor:

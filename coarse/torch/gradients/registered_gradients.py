@@ -152,8 +152,9 @@ class RegisteredGradients:
         )
 
     def _path_of_sent(self, *, gradient_as_view: bool) -> GradientPath:
+        assert isinstance(self.group, TensorGroup)
         on_gpu: GradientPath | None = None
-        if isinstance(self.group, TensorGroup) and self.group.is_on_gpu:
+        if self.group.is_on_gpu:
             return GpuSlotGradients(
                 self.group,
                 self._names,
@@ -162,7 +163,7 @@ class RegisteredGradients:
                 keeps_gradients=not self._shares_slots,
                 waits=self._waits,
             )
-        if isinstance(self.group, TensorGroup) and self._may_use_streams:
+        if self._may_use_streams:
             on_gpu = try_gpu(self.group, self._names, self._sent, waits=self._waits)
         return on_gpu or HostGradients(
             self.group,

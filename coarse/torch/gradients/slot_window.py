@@ -40,6 +40,7 @@ class SlotWindow:
         self._send = send
         self._most_waiting_bytes = most_waiting_bytes
         self._patience_s = _MOST_PATIENCE_S
+        self._nbytes = [spec.nbytes for spec in group.specs]
         self._predecessors = find_predecessors([group.slot(i) for i in range(len(group.specs))])
         self.restart()
 
@@ -51,27 +52,27 @@ class SlotWindow:
 
     def is_free(self, index: int) -> bool:
         """Whether the slot's previous gradients have been sent and are complete."""
-        return all(self._sent[p] and not self._path.is_late(p) for p in self._predecessors[index])
+        for predecessor in self._predecessors[index]:
+            if not self._sent[predecessor] or self._path.is_late(predecessor):
+                return False
+        return True
 
     def take(self, index: int) -> None:
         """Sends a gradient if its slot is free, otherwise queues it; sends queued gradients whose slots are free."""
         bisect.insort(self._waiting, index, key=operator.neg)
-        has_sent = False
         # Checked at every call, because memory devices free slots meanwhile and queued gradients accumulate.
+        num_waiting = len(self._waiting)
         while self._waiting and self.is_free(self._waiting[0]):
-            self._go(self._waiting.pop(0))
-            has_sent = True
-        if self.is_free(index) and not self._sent[index]:
-            self._waiting.remove(index)
+            self._go(self._waiting[0])
+        if index in self._waiting[1:] and self.is_free(index):
             self._go(index)
-            has_sent = True
-        if has_sent:
+        if not self._waiting:
+            return
+        if len(self._waiting) < num_waiting:
             for waiting in [each for each in self._waiting if self.is_free(each)]:
-                self._waiting.remove(waiting)
                 self._go(waiting)
-        if self._waiting:
-            self._path.flush()  # other workers may wait for pending sends
-            self._hold_back()
+        self._path.flush()  # other workers may wait for pending sends
+        self._hold_back()
 
     def _hold_back(self) -> None:
         """Waits for slots while too many bytes of gradients are queued."""
@@ -82,12 +83,12 @@ class SlotWindow:
                 return  # its slot belongs to a gradient that has not arrived here yet
             if not all(self._wait_for(each) for each in late):
                 return
-            self._go(self._waiting.pop(0))
+            self._go(first)
 
     def _has_too_many(self) -> bool:
         if self._most_waiting_bytes is None:
             return False
-        waiting_bytes = sum(self._group.specs[each].nbytes for each in self._waiting)
+        waiting_bytes = sum(map(self._nbytes.__getitem__, self._waiting))
         return waiting_bytes > self._most_waiting_bytes
 
     def _wait_for(self, index: int) -> bool:
@@ -102,12 +103,13 @@ class SlotWindow:
     def finish(self) -> None:
         """Waits for the slots one by one; all workers use the same order, so the wait ends."""
         while self._waiting:
-            index = self._waiting.pop(0)
-            for predecessor in self._predecessors[index]:
+            first = self._waiting[0]
+            for predecessor in self._predecessors[first]:
                 if self._path.is_late(predecessor):
                     self._group.pull(predecessor)
-            self._go(index)
+            self._go(first)
 
     def _go(self, index: int) -> None:
+        self._waiting.remove(index)
         self._sent[index] = 1
         self._send(index)

@@ -208,8 +208,7 @@ class RemoteOptimizers:
         updates = gradients.update(
             offloaded,
             before_backward=options.before_backward if options.overlap else None,
-            waits=not (options.overlap and options.staleness),
-            waits_here=bool(options.staleness),
+            is_stale=bool(options.staleness),
         )
         return OffloadedPart(
             gradients=gradients, optimizer=optimizer, offloaded=offloaded, updates=updates, owner=owner

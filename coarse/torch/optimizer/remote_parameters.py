@@ -253,12 +253,6 @@ class RemoteParameters:
         self._note_update(range(len(self._parameters)))
         self._is_expected = True
 
-    def expect_one(self, index: int) -> None:
-        """Records that one parameter may be updated from now on, while backward still runs."""
-        if self._cached is None:
-            # Later parts of this backward that saved the parameter, detached from the graph, must not read it.
-            torch.autograd.graph.increment_version(self._parameters[index])
-
     def wait(self) -> None:
         """Waits until the updates that this worker has pushed are complete."""
         self._finish_update()

@@ -25,8 +25,8 @@ class RemoteUpdates:
         failpoints: Points at which tests kill this worker.
         before_backward: Called at the beginning of a backward that updates, before any gradient is pushed; None if
             step() updates.
-        waits: Whether the next use of parameters waits for their update; otherwise only finish() waits.
-        waits_here: Whether the processor waits for updates even if streams could.
+        is_stale: Whether the worker trains with copies of the parameters, which may lack recent updates. The
+            processor then waits for updates even if streams could; for one of a backward, only finish() waits.
     """
 
     def __init__(
@@ -37,16 +37,15 @@ class RemoteUpdates:
         failpoints: Failpoints,
         *,
         before_backward: Callable[[], object] | None,
-        waits: bool,
-        waits_here: bool,
+        is_stale: bool,
     ) -> None:
         self._offloaded = offloaded
         self._path = path
         self._tables = tables
         self._failpoints = failpoints
         self._before_backward = before_backward
-        self._waits = waits
-        self._waits_here = waits_here
+        self._waits = before_backward is None or not is_stale
+        self._waits_here = is_stale
         self._pulled: MirroredParameters | None = None
         self._is_under_way = False
         self.count = offloaded.recovered_step
@@ -83,7 +82,7 @@ class RemoteUpdates:
         for index, gradient in enumerate(gradients):
             if gradient is None:
                 continue
-            if index in self._tables:
+            if self._tables.are_there and index in self._tables:
                 self._tables.replace_mean(index, gradient)
             else:
                 self._path.bring(index, gradient)
@@ -91,8 +90,9 @@ class RemoteUpdates:
         return [gradient is not None for gradient in gradients]
 
     def _push(self, present: Sequence[bool]) -> None:
+        has_failpoints = bool(self._failpoints)
         for index, has_gradient in enumerate(present):
-            if self._failpoints:
+            if has_failpoints:
                 self._path.flush()
                 self._reach("step.push", index)
             self._path.take_part(index, UpdateKind.UPDATE_BY_MEAN, present=has_gradient)
@@ -102,10 +102,6 @@ class RemoteUpdates:
         assert self._before_backward is not None
         self._before_backward()
         self._offloaded.begin()
-
-    def expect_one(self, index: int) -> None:
-        """Records that one parameter may be updated from now on, while backward still runs."""
-        self._offloaded.expect_one(index)
 
     def end_backward(self, *, is_whole: bool) -> None:
         """Makes the next use of parameters wait for the update of a backward, whose gradients are all pushed.
