@@ -118,45 +118,56 @@ class Client:
         """The choice among this session's algorithms; None until one is needed."""
         self._is_closed = False
         self._pid = os.getpid()
-        self._native = _native.Client(
-            num_devices=len(connections),
-            segment_fd=segment_fd,
-            doorbells_fd=doorbells_fd,
-            watch_fds=[connection.fileno() for connection in connections],
-            spin_us=pace.spin_us,
-            bytes_per_ring=pace.bytes_per_ring,
-            is_emulated=emulation is not None,
-            heartbeat_ms=heartbeat_limit_ms(settings.heartbeat_s),
-        )
-        # They live as long as this object and must not keep it alive.
-        has_gpu_tensors = weakref.WeakMethod(self._has_gpu_tensors)
-        self._failure_detector = FailureDetector(
-            rank=self.rank,
-            connections=connections,
-            doorbells_fd=doorbells_fd,
-            heartbeat_s=settings.heartbeat_s,
-            fate_of_device=fate_of_device,
-            kill_silent=kill_silent,
-            has_gpu_tensors=lambda: (has_any := has_gpu_tensors()) is not None and has_any(),
-            replicas=settings.replicas,
-        )
-        self._requests = Requests(self.rank, settings.timeout_s, self._failure_detector)
-        self._storage = ParameterStorage(connections, self._requests, replicas=settings.replicas)
-        self._links = EmulatedLinks(emulation, connections[0], self._requests)
         self._ranks_elsewhere = agreement.ranks_elsewhere
         self.names = names
         """Descriptions of this node's workers, by client number."""
         self.warn_after_s = settings.warn_after_s
         """Seconds that a wait may take before it is logged; 0 disables logging."""
+        self._native = self._open_native(segment_fd, doorbells_fd, pace)
+        self._failure_detector = self._open_failure_detector(doorbells_fd, fate_of_device, kill_silent)
+        self._requests = Requests(self.rank, settings.timeout_s, self._failure_detector)
+        self._storage = ParameterStorage(connections, self._requests, replicas=settings.replicas)
+        self._links = EmulatedLinks(emulation, connections[0], self._requests)
         self._groups = RegisteredGroups(
             self._native, connections, agreement, self._requests, self._failure_detector
         )
         if self.warn_after_s:
-            # The data path lives as long as this object and must not keep it alive.
-            tell_late = weakref.WeakMethod(self._tell_late)
-            self._native.tell_of_lateness(
-                self.warn_after_s, lambda waited_s: tell(waited_s) if (tell := tell_late()) else None
-            )
+            self._log_late_waits()
+
+    def _open_native(self, segment_fd: int, doorbells_fd: int, pace: Pace) -> _native.Client:
+        return _native.Client(
+            num_devices=len(self._connections),
+            segment_fd=segment_fd,
+            doorbells_fd=doorbells_fd,
+            watch_fds=[connection.fileno() for connection in self._connections],
+            spin_us=pace.spin_us,
+            bytes_per_ring=pace.bytes_per_ring,
+            is_emulated=self.emulation is not None,
+            heartbeat_ms=heartbeat_limit_ms(self._settings.heartbeat_s),
+        )
+
+    def _open_failure_detector(
+        self, doorbells_fd: int, fate_of_device: FateOfDevice, kill_silent: KillSilent
+    ) -> FailureDetector:
+        # It lives as long as this object and must not keep it alive.
+        has_gpu_tensors = weakref.WeakMethod(self._has_gpu_tensors)
+        return FailureDetector(
+            rank=self.rank,
+            connections=self._connections,
+            doorbells_fd=doorbells_fd,
+            heartbeat_s=self._settings.heartbeat_s,
+            fate_of_device=fate_of_device,
+            kill_silent=kill_silent,
+            has_gpu_tensors=lambda: (has_any := has_gpu_tensors()) is not None and has_any(),
+            replicas=self._settings.replicas,
+        )
+
+    def _log_late_waits(self) -> None:
+        # The data path lives as long as this object and must not keep it alive.
+        tell_late = weakref.WeakMethod(self._tell_late)
+        self._native.tell_of_lateness(
+            self.warn_after_s, lambda waited_s: tell(waited_s) if (tell := tell_late()) else None
+        )
 
     def _has_gpu_tensors(self) -> bool:
         return any(group.gpu is not None or group.is_on_gpu for group in self._groups)

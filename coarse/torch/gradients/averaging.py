@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from coarse.client.tensor_group import TensorGroup, UpdateKind
 from coarse.session import Session
@@ -88,15 +89,8 @@ class GradientSynchroniser:
         self._kind = UpdateKind.MEASURE if offload is not None and offload.measures else UpdateKind.NONE
         self._delivered: list[tuple[int, int] | None] = []
         self._index_of = {id(parameter): index for index, parameter in enumerate(self._parameters)}
-        self._turns: SlotWindow | None = None
-        if offload is not None and offload.shares_slots:
-            assert isinstance(self.group, TensorGroup)
-            self._turns = SlotWindow(
-                self.group,
-                self._path,
-                functools.partial(self._path.send, kind=UpdateKind.UPDATE),
-                most_waiting_bytes=self._most_waiting_bytes(),
-            )
+        shares_slots = offload is not None and offload.shares_slots
+        self._turns = self._open_window() if shares_slots else None
         self._find_unused = options.find_unused
         self._static = StaticGraph(len(parameters)) if options.static_graph else None
         self._lock = threading.Lock()
@@ -109,29 +103,43 @@ class GradientSynchroniser:
         self._averagers = [averagers_of(parameter) for parameter in self._parameters]
         self.shares_parameters = False
         """Whether another object has averaged the gradient of one of these parameters while this one did."""
+        self._join_averagers()
+        self.handles = self._register_hooks()
+        self._untraced_on_output = torch.compiler.disable(self._on_output)
+        self._untraced_end = torch.compiler.disable(self._end_of_backward)
+        self._untraced_finish = torch.compiler.disable(self._finish_backward)
+        self._place = next(_places)
+
+    def _open_window(self) -> SlotWindow:
+        assert isinstance(self.group, TensorGroup)
+        return SlotWindow(
+            self.group,
+            self._path,
+            functools.partial(self._path.send, kind=UpdateKind.UPDATE),
+            most_waiting_bytes=self._most_waiting_bytes(self.group),
+        )
+
+    def _most_waiting_bytes(self, group: TensorGroup) -> int | None:
+        """Largest number of gradient bytes that may wait for slots: half the slots' size. On GPUs, streams wait."""
+        if not all(parameter.is_cpu for parameter in self._parameters):
+            return None
+        window_bytes = max(end for _, end in map(group.slot, range(len(self._parameters))))
+        return max(_LEAST_WAITING_BYTES, window_bytes // 2)
+
+    def _join_averagers(self) -> None:
         for averagers in self._averagers:
             for other in averagers:
                 other.shares_parameters = self.shares_parameters = True
             averagers.add(self)
-        self.handles = [
+
+    def _register_hooks(self) -> list[RemovableHandle]:
+        return [
             # Not traced if a compiled user function calls backward().
             parameter.register_post_accumulate_grad_hook(
                 torch.compiler.disable(functools.partial(self._on_gradient, index))
             )
             for index, parameter in enumerate(self._parameters)
         ]
-        self._untraced_on_output = torch.compiler.disable(self._on_output)
-        self._untraced_end = torch.compiler.disable(self._end_of_backward)
-        self._untraced_finish = torch.compiler.disable(self._finish_backward)
-        self._place = next(_places)
-
-    def _most_waiting_bytes(self) -> int | None:
-        """Largest number of gradient bytes that may wait for slots: half the slots' size. On GPUs, streams wait."""
-        if not all(parameter.is_cpu for parameter in self._parameters):
-            return None
-        assert isinstance(self.group, TensorGroup)
-        window_bytes = max(end for _, end in map(self.group.slot, range(len(self._parameters))))
-        return max(_LEAST_WAITING_BYTES, window_bytes // 2)
 
     def update(
         self,
