@@ -16,14 +16,13 @@ from coarse.client.client import Client
 from coarse.client.link_probes import LinkProbes
 from coarse.client.memory.parameter_storage import StorageSnapshot
 from coarse.client.memory.stored_value import StoredValue
-from coarse.client.pacing import LoggedTransfer, PacingReport, ServedTransfer
 from coarse.client.single_worker import SingleWorkerClient, SingleWorkerTensorGroup
 from coarse.client.tensor_group import TensorGroup
+from coarse.emulation.emulated_session import EmulatedSession
 from coarse.env import Attempt, WorkerIdentity
 from coarse.errors import SessionClosedError
 from coarse.failpoints import Failpoints, parse_failpoints
 from coarse.kernels import _native
-from coarse.machine.emulation import Emulation
 from coarse.machine.partition_table import PartitionTable
 from coarse.profiler.link_plan import plan_links
 from coarse.profiler.routing import RoutingTable
@@ -341,21 +340,12 @@ class Session:
         return client.open_probes(largest_bytes)
 
     @property
-    def emulation(self) -> Emulation | None:
-        """The machine whose links this session is paced to; None if it uses the real links."""
+    def emulation(self) -> EmulatedSession | None:
+        """The machine whose links this session is paced to, so that its times are *emulated*; None for real links."""
         client = self._open()
-        return client.emulation if isinstance(client, Client) else None
-
-    @property
-    def is_emulated(self) -> bool:
-        """Whether times measured here are *emulated*: those of another machine's links."""
-        return self.emulation is not None
-
-    @property
-    def time_dilation(self) -> float:
-        """Real seconds for each second of the emulated machine; 1 without emulation."""
-        emulation = self.emulation
-        return 1.0 if emulation is None else emulation.time_dilation
+        if not isinstance(client, Client) or client.emulation is None:
+            return None
+        return EmulatedSession(client.emulation, client.ask_home)
 
     @property
     def routing(self) -> RoutingTable | None:
@@ -370,45 +360,6 @@ class Session:
             ValueError: If the table names a memory device that does not exist, or the job has one worker.
         """
         self._linked().adopt_routing(table)
-
-    def set_bandwidth(self, bucket: str, gbytes_per_s: float) -> None:
-        """Changes a link capacity of an emulated machine, for all transfers that begin after the call.
-
-        Args:
-            bucket: Name in `emulation.links.buckets`.
-            gbytes_per_s: In the machine's time, not in dilated time; positive.
-
-        Raises:
-            ValueError: If the session is not emulated, or has no such bucket.
-        """
-        self._linked().links.set_bandwidth(bucket, gbytes_per_s)
-
-    def pacing(self) -> PacingReport:
-        """How exactly the links of an emulated session have been paced so far.
-
-        Raises:
-            ValueError: If the session is not emulated.
-        """
-        return self._linked().links.pacing()
-
-    def transfers(self) -> list[LoggedTransfer]:
-        """The first COARSE_TRANSFER_LOG transfers over the links of an emulated session.
-
-        Raises:
-            ValueError: If the session is not emulated.
-        """
-        return self._linked().links.transfers()
-
-    def served_transfers(self, since_us: float = 0.0) -> tuple[float, list[ServedTransfer]]:
-        """The newest transfers over the links of an emulated session that ended after `since_us`.
-
-        Returns:
-            The machine's time since the session started, and a few transfers for each path and size class.
-
-        Raises:
-            ValueError: If the session is not emulated.
-        """
-        return self._linked().links.served_transfers(since_us)
 
     def check_others(self) -> None:
         """Raises if a worker or memory device is lost, like a wait for a tensor."""
@@ -480,21 +431,16 @@ class Session:
         profile, note = found.profile, found.note
         if found.is_to_be_measured:
             profile, note = self._measure_links(note)
-        local_devices = [node.table.local_device(worker) for worker in range(node.table.num_workers)]
-        if profile is None and node.emulation is not None and self.settings.profile != OFF:
-            from coarse.profiler.linked import profile_from_links
-
-            profile = profile_from_links(node.emulation.links, local_devices)
-            note = f"simulated from the links of {node.emulation.machine}; {note}"
+        emulated = self.emulation
         measured = profile
-        if profile is None and node.emulation is None and self.settings.profile != OFF:
-            profile, note = _seed(node.table, local_devices, note)
+        if profile is None and self.settings.profile != OFF:
+            profile, note = _seed(node.table, node.local_devices, note)
         plan = plan_links(
             profile,
             note,
-            local_devices=local_devices,
+            local_devices=node.local_devices,
             settings=self.settings,
-            links=None if node.emulation is None else node.emulation.links,
+            links=None if emulated is None else emulated.links,
         )
         client.adopt_plan(plan.tables[node.ranks.index(self.identity.rank)], plan.shard_bytes)
         # Dual synchronisation also considers sync cores, which firmware data does not describe.

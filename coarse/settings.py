@@ -238,7 +238,7 @@ class Settings:
         dense: The paper's DENSE on an emulated machine: one memory device, which workers reach by loads and stores
             through CCI. Two numbers, "17,4": how many times slower than the link reads and writes are; "" for COARSE.
         transfer_log: Number of transfers, from the first on, that an emulated session records for
-            Session.transfers().
+            Session.emulation.transfers().
         dual_sync: "off" synchronises everything in the memory devices; "auto" lets workers reduce some tensors
             directly where a profile, or on GPUs a trial, shows that it is faster (on GPUs by NCCL, which adds in its
             own order); a size sets the bytes that go to the memory devices. For workers of one node; in host memory

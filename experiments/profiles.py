@@ -121,9 +121,9 @@ def measure_lateness(session: Session, measure: Callable[[], T]) -> tuple[T, flo
     """Calls a function; returns its result, and the average delay of arrivals in the machine's microseconds."""
     if session.emulation is None:
         return measure(), 0.0
-    before = session.pacing()
+    before = session.emulation.pacing()
     result = measure()
-    return result, lateness_us(before, session.pacing(), session.settings.time_dilation)
+    return result, lateness_us(before, session.emulation.pacing(), session.settings.time_dilation)
 
 
 def plan_tables(profile: Profile) -> tuple[RoutingTable, ...]:

@@ -1,7 +1,7 @@
 """Repeats a run on emulated links with more time dilation until the emulation keeps pace, or refuses it.
 
 Figures of links that this machine could not emulate are wrong without a sign of it. So each run reports how late
-transfers were noticed (Session.pacing()), as a share of what the run measures.
+transfers were noticed (EmulatedSession.pacing()), as a share of what the run measures.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from coarse.bench.harness.commands import BenchError
-from coarse.client.pacing import PacingReport
+from coarse.emulation.pacing import PacingReport
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ from coarse.cli.arguments import file_of_new_folder, folder_to_write, num_worker
 
 if TYPE_CHECKING:  # slow to import; `coarse --help` must not load these
     from coarse.cli.plan import Basis
-    from coarse.machine.emulation import Emulation
+    from coarse.emulation.machine import Emulation
     from coarse.machine.memory_name import MemoryName
     from coarse.machine.partition_table import PartitionTable
     from coarse.profiler.curve import Curve
@@ -235,7 +235,7 @@ def _scope(arguments: argparse.Namespace) -> Scope:
     Raises:
         ValueError: If they are inconsistent.
     """
-    from coarse.machine.emulation import choose_emulation
+    from coarse.emulation.machine import choose_emulation
     from coarse.machine.partition_table import PartitionTable, choose_partition_table
     from coarse.settings import Settings
 

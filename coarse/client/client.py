@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from coarse.client.async_reducer import AsyncReducer
 from coarse.client.connection import DeviceConnection, SilentDeviceError, send_to_all
 from coarse.client.direct_allreduce import NodeBarrier
-from coarse.client.emulated_links import EmulatedLinks
 from coarse.client.failure_detector import FailureDetector, FateOfDevice, KillSilent, heartbeat_limit_ms
 from coarse.client.internal_groups import node_barrier_schema, staging_schema
 from coarse.client.link_probes import LinkProbes, probe_schema
@@ -22,6 +21,7 @@ from coarse.client.node_agreement import NodeAgreement
 from coarse.client.registered_groups import RegisteredGroups
 from coarse.client.requests import Requests
 from coarse.client.tensor_group import TensorGroup
+from coarse.emulation.machine import Emulation
 from coarse.errors import (
     CoarseError,
     ForkedSessionError,
@@ -30,7 +30,6 @@ from coarse.errors import (
     is_refusal,
 )
 from coarse.kernels import _native
-from coarse.machine.emulation import Emulation
 from coarse.machine.partition_table import PartitionTable
 from coarse.profiler.link_plan import DEFAULT_SHARD_BYTES
 from coarse.profiler.routing import RoutingTable
@@ -127,7 +126,6 @@ class Client:
         self._failure_detector = self._open_failure_detector(doorbells_fd, fate_of_device, kill_silent)
         self._requests = Requests(self.rank, settings.timeout_s, self._failure_detector)
         self._storage = ParameterStorage(connections, self._requests, replicas=settings.replicas)
-        self._links = EmulatedLinks(emulation, connections[0], self._requests)
         self._groups = RegisteredGroups(
             self._native, connections, agreement, self._requests, self._failure_detector
         )
@@ -417,7 +415,8 @@ class Client:
             OutOfDeviceMemoryError: If the memory devices have too little memory.
         """
         group = self._register(probe_schema(largest_bytes, on_host=self.emulation is not None))
-        return LinkProbes(self, self._native, group, len(self._connections))
+        dilation = 1.0 if self.emulation is None else self.emulation.time_dilation
+        return LinkProbes(self, self._native, group, len(self._connections), time_dilation=dilation)
 
     @property
     def routing(self) -> RoutingTable:
@@ -437,17 +436,6 @@ class Client:
             )
         self._routing = table
         self._groups.route(table)
-
-    @property
-    def time_dilation(self) -> float:
-        """Factor by which transfers take longer than on the emulated machine; 1 without emulation."""
-        return 1.0 if self.emulation is None else self.emulation.time_dilation
-
-    @property
-    def links(self) -> EmulatedLinks:
-        """The emulated links, to change and inspect while the session is open."""
-        self._check_usable()
-        return self._links
 
     def release_buffers(self) -> None:
         """Releases the memory that all_reduce() keeps for its next call, when every worker has called this."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from coarse.client.interfaces import Waiter
 from coarse.kernels import _native
@@ -35,25 +35,33 @@ class Probe:
     slot_owner: int = 0
 
 
-class _ProbingClient(Waiter, Protocol):
-    @property
-    def time_dilation(self) -> float:
-        """Factor by which transfers take longer than on the emulated machine."""
-
-
 class LinkProbes:
     """Memory through which one worker measures its links; Client.open_probes() creates it.
 
     Thread safety: one caller at a time, from any thread.
+
+    Args:
+        client: Waits for the probes.
+        native: Posts them.
+        group: Their tensors (probe_schema).
+        num_devices: Number of memory devices.
+        time_dilation: Real seconds for each second of the emulated machine; 1 without emulation.
     """
 
     def __init__(
-        self, client: _ProbingClient, native: _native.Client, group: TensorGroup, num_devices: int
+        self,
+        client: Waiter,
+        native: _native.Client,
+        group: TensorGroup,
+        num_devices: int,
+        *,
+        time_dilation: float = 1.0,
     ) -> None:
         self._client = client
         self._native = native
         self._group = group
         self._num_devices = num_devices
+        self._dilation = time_dilation
 
     def time_s(self, probes: Sequence[Probe], nbytes: int) -> float:
         """The time until all of `probes`, posted together, have arrived, as this worker measures it.
@@ -74,7 +82,7 @@ class LinkProbes:
         ]
         status, seconds = self._native.probe(self._group.id, requests, self._client.timeout_s)
         self._client.check(status, lambda: f"a probe of {nbytes} bytes ({', '.join(map(str, probes))})")
-        return max(seconds) / self._client.time_dilation
+        return max(seconds) / self._dilation
 
     def close(self) -> None:
         """Frees the devices' memory at once, and the slots when every worker has closed."""

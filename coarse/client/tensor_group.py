@@ -19,9 +19,9 @@ from coarse.client.memory.row_memory import RowMemory
 from coarse.client.memory.slot_opener import DistantSlots
 from coarse.client.memory.snapshots import PoolStatistics, Snapshot
 from coarse.client.memory.tensor_bytes import GpuBytes, TensorBytes, gpu_context
+from coarse.emulation.machine import Emulation
 from coarse.errors import ProtocolError, SessionClosedError, SnapshotsBusyError
 from coarse.kernels import _native
-from coarse.machine.emulation import Emulation
 from coarse.profiler.routing import RoutingTable
 from coarse.schema import ITEM_BYTES
 from coarse.wire.failure_messages import overwritten_counter

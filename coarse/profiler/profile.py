@@ -19,9 +19,9 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from coarse import __version__
+from coarse.emulation.machine import Emulation
 from coarse.env import MOST_WORKERS_OF_A_NODE
 from coarse.errors import ProfileError
-from coarse.machine.emulation import Emulation
 from coarse.machine.host import Host
 from coarse.machine.partition_table import PartitionTable
 from coarse.profiler.curve import Curve, CurvePoint

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
+from coarse.emulation.machine import Emulation
+from coarse.emulation.paced_links import PacedLinks, write_link_table
 from coarse.errors import ProtocolError
 from coarse.kernels import _native
-from coarse.machine.emulation import Emulation
 from coarse.proxy.memory import DeviceMemory
 from coarse.proxy.nccl_join import NcclJoin, write_nccl_id
-from coarse.proxy.paced_links import PacedLinks, write_link_table
 from coarse.settings import SCHEDULING_CHOICES
 from coarse.wire.device_job import (
     COLLECTIVE_LOGS,

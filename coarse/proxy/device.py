@@ -462,7 +462,8 @@ class MemoryDevice:
         worker.send({"type": "late_workers", "group": group, "clients": self._registrar.late_clients(group)})
 
     def _set_bandwidth(self, worker: WorkerConnection, message: Message) -> None:
-        worker.send(self._data_path.links.set_bandwidth(message))
+        bucket = int_field(message, "bucket")
+        worker.send(self._data_path.links.set_bandwidth(bucket, message.get("gbytes_per_s")))
 
     def _report_pacing(self, worker: WorkerConnection, _: Message) -> None:
         worker.send(self._data_path.links.report())

@@ -14,9 +14,9 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from coarse.emulation.machine import Emulation
 from coarse.env import own_process_environment
 from coarse.local_sockets import short_address
-from coarse.machine.emulation import Emulation
 from coarse.machine.out_of_memory import OutOfMemoryWatch
 from coarse.machine.partition_table import PartitionTable
 from coarse.rendezvous import NodeMap

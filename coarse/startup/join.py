@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from coarse.client.client import Client
 from coarse.client.connection import DeviceConnection, DeviceUnreadyError, collect_replies
 from coarse.client.node_agreement import NodeAgreement
+from coarse.emulation.machine import Emulation, choose_emulation
 from coarse.env import WorkerIdentity
 from coarse.errors import (
     CoarseError,
@@ -23,7 +24,6 @@ from coarse.errors import (
     follow_up,
 )
 from coarse.late_notice import LateNotice
-from coarse.machine.emulation import Emulation, choose_emulation
 from coarse.machine.memory_name import MemoryName
 from coarse.machine.partition_table import PartitionTable, choose_partition_table
 from coarse.profiler.start import OFF, FoundProfile, find_profile, share_profile
@@ -103,6 +103,11 @@ class NodeDevices:
     def ranks(self) -> tuple[int, ...]:
         """The workers of this node, by client number."""
         return self.nodes.ranks[self.node]
+
+    @property
+    def local_devices(self) -> list[int]:
+        """The memory device of each worker of this node, by client number."""
+        return [self.table.local_device(worker) for worker in range(self.table.num_workers)]
 
 
 def provide_devices(joining: Joining) -> NodeDevices:
@@ -256,10 +261,24 @@ def _told_by_leader(joining: Joining, key: str, what: str) -> bytes:
 def agree_on_profile(joining: Joining, node: NodeDevices) -> FoundProfile:
     """The profile of this node's links that its first worker finds while memory devices start.
 
+    If none is found or to be measured, emulated links give a simulated one.
+
     Raises:
         ProfileError: If the file that COARSE_PROFILE names is not a profile of these links.
         RendezvousError: If the first worker publishes none in time.
     """
+    found = _agree_on_stored_profile(joining, node)
+    is_given = found.profile is not None or found.is_to_be_measured or joining.settings.profile == OFF
+    if is_given or node.emulation is None:
+        return found
+    from coarse.profiler.linked import profile_from_links
+
+    profile = profile_from_links(node.emulation.links, node.local_devices)
+    note = f"simulated from the links of {node.emulation.machine}; {found.note}"
+    return FoundProfile(profile=profile, note=note)
+
+
+def _agree_on_stored_profile(joining: Joining, node: NodeDevices) -> FoundProfile:
     store, settings = joining.store, joining.settings
     reason = cannot_profile(settings, node.table, num_nodes=node.nodes.num_nodes)
     if settings.profile == OFF or reason:

@@ -38,7 +38,7 @@ from coarse.startup.device_checks import least_available_bytes
 from coarse.tuning.tuned_session import TunedSession
 
 if TYPE_CHECKING:
-    from coarse.machine.emulation import Emulation
+    from coarse.emulation.emulated_session import EmulatedSession
     from coarse.machine.partition_table import PartitionTable
 
 SIZES = tuple(4096 << power for power in range(15))
@@ -110,6 +110,7 @@ def measure_profile(
     table = session.partition_table
     if table is None:
         raise ValueError("a session of one worker has no links to measure")
+    is_emulated = session.emulation is not None
     number = session.node_workers.index(session.identity.rank)
     sizes = _affordable_sizes(session, table, plan.sizes)
     probes = session.open_probes(max(sizes))
@@ -119,13 +120,13 @@ def measure_profile(
         if turn == number:
             share_s = plan.budget_s / table.num_workers
             meter = LinkMeter(probes, {path: transfers_of(path, table) for path in paths}, share_s)
-            if session.emulation is None:  # other work of the host does not affect emulated links
+            if not is_emulated:  # other work of the host does not affect emulated links
                 meter.touch(max(sizes))
             repeats = meter.measure(sizes, _part_of(progress, turn, table.num_workers))
-            meter.settle(number, table.local_device(number), session.is_emulated, most_s=share_s)
+            meter.settle(number, table.local_device(number), is_emulated, most_s=share_s)
         session.barrier()
     probes.close()
-    own = json.dumps({"host": host_key(read_host()), "curves": _rows(repeats, session.is_emulated)}).encode()
+    own = json.dumps({"host": host_key(read_host()), "curves": _rows(repeats, is_emulated)}).encode()
     shares = [json.loads(share) for share in gather_bytes(session, own)]
     session.release_buffers()
     return _profile([shares[rank] for rank in session.node_workers], table, session.emulation, plan)
@@ -193,7 +194,7 @@ def time_paths(
                 transfers = transfers_of(path, table)
                 for size in cells[path]:
                     times_s = [probes.time_s(transfers, size) for _ in range(_FEW_REPEATS)]
-                    time_s = min(times_s) if session.is_emulated else median(times_s)
+                    time_s = min(times_s) if session.emulation is not None else median(times_s)
                     rows.append((path.kind, path.source, path.target, size, time_s * 1e6))
         session.barrier()
     shares = gather_bytes(session, json.dumps(rows).encode())
@@ -329,7 +330,7 @@ def _rows(repeats: Repeats, is_emulated: bool) -> list[list[Any]]:
 
 
 def _profile(
-    shares: Sequence[Any], table: PartitionTable, emulation: Emulation | None, plan: MeasurePlan
+    shares: Sequence[Any], table: PartitionTable, emulated: EmulatedSession | None, plan: MeasurePlan
 ) -> Profile:
     """The profile from the measurements of this node's workers, by client number."""
     curves: dict[PathId, Curve] = {}
@@ -342,13 +343,13 @@ def _profile(
                 )
             )
     # Workers may have different processors; the first worker's view of the host forms the key.
-    key = profile_key(table, shares[0]["host"], emulation)
+    key = profile_key(table, shares[0]["host"], None if emulated is None else emulated.emulation)
     return Profile(
-        kind=MEASURED if emulation is None else EMULATED,
+        kind=MEASURED if emulated is None else EMULATED,
         key=key,
         time_budget_s=plan.budget_s,
         # On a host, all transfers cross the same memory.
-        paths_share_links=emulation is None or paths_share_links(emulation.links, key.local_devices),
+        paths_share_links=emulated is None or paths_share_links(emulated.links, key.local_devices),
         curves={path: _no_slower_than_both(path, curve, curves) for path, curve in curves.items()},
     )
 

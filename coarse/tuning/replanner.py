@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from coarse.client.pacing import ServedTransfer
+from coarse.emulation.pacing import ServedTransfer
 from coarse.profiler.direct_allreduce import ALL_TO_ALL, choose_collective
 from coarse.profiler.dual_sync import OFF, DualSyncInputs, SyncCosts, parse_mode, plan_dual_sync
 from coarse.profiler.linked import collectives_from_links, sync_costs_from_links
@@ -94,7 +94,10 @@ class Replanner:
         self._next_look = 0
         self._clock = StepClock()
         self._first_steps = FirstSteps(
-            self._clock, group, is_first=self._is_first, time_dilation=session.time_dilation
+            self._clock,
+            group,
+            is_first=self._is_first,
+            time_dilation=1.0 if session.emulation is None else session.emulation.time_dilation,
         )
         self.decisions: list[str] = []
         """Decisions since the start, one line each."""
@@ -133,7 +136,7 @@ class Replanner:
         shard_bytes = self._group.shard_sizes()
         tensor_of = self._group.tensors_of_shards()
         pushed_shards = shards_in_order(order, tensor_of)
-        is_emulated = self._session.is_emulated
+        is_emulated = self._session.emulation is not None
         ready_s = self._first_steps.ready_s(order, backward_s)
         plan = plan_dual_sync(
             DualSyncInputs(
@@ -226,11 +229,12 @@ class Replanner:
     def _times_of_traffic(self, sizes: Sequence[int]) -> dict[PathId, dict[int, float]]:
         """Times of gradients since the last check, as the first worker sees them; the same on every worker."""
         table = self._session.partition_table
-        if self._session.emulation is None or table is None:
+        emulation = self._session.emulation
+        if emulation is None or table is None:
             return {}  # in the host's memory no link carries a shard
         rows: list[ServedTransfer] = []
         if self._number == 0:
-            _, rows = self._session.served_transfers(self._traffic_since_us)
+            _, rows = emulation.served_transfers(self._traffic_since_us)
         shared = gather_bytes(self._session, json.dumps(rows).encode())[self._session.node_workers[0]]
         served = [ServedTransfer(*row) for row in json.loads(shared)]
         return times_of_traffic(served, sizes, num_workers=table.num_workers, num_devices=table.num_devices)
@@ -245,8 +249,9 @@ class Replanner:
         probed = time_paths(self._session, self._open_probes(max(sizes)), cells)
         for path, found in probed.items():
             times.setdefault(path, {}).update(found)
-        if self._number == 0 and self._session.is_emulated:  # probes are no traffic
-            self._traffic_since_us, _ = self._session.served_transfers(math.inf)
+        emulation = self._session.emulation
+        if self._number == 0 and emulation is not None:  # probes are no traffic
+            self._traffic_since_us, _ = emulation.served_transfers(math.inf)
 
     def _open_probes(self, largest_bytes: int) -> LinkProbes:
         if self._probes is None:

@@ -9,7 +9,7 @@ from coarse.profiler.curve import CurvePoint
 from coarse.profiler.profile import BOTH, PathId, Profile
 
 if TYPE_CHECKING:
-    from coarse.client.pacing import ServedTransfer
+    from coarse.emulation.pacing import ServedTransfer
 
 NEAR_FACTOR = 4
 """Traffic is evidence for sizes up to this factor larger or smaller than its own."""

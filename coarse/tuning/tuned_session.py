@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from coarse.client.link_probes import LinkProbes
-from coarse.client.pacing import ServedTransfer
 from coarse.client.tensor_group import TensorGroup
+from coarse.emulation.emulated_session import EmulatedSession
 from coarse.env import WorkerIdentity
-from coarse.machine.emulation import Emulation
 from coarse.machine.partition_table import PartitionTable
 from coarse.profiler.routing import RoutingTable
 from coarse.schema import TensorSpec
@@ -38,16 +37,8 @@ class TunedSession(Protocol):
         """The workers that each memory device serves; None in a job of one worker."""
 
     @property
-    def emulation(self) -> Emulation | None:
-        """The emulated links; None for real links."""
-
-    @property
-    def is_emulated(self) -> bool:
-        """Whether links are emulated."""
-
-    @property
-    def time_dilation(self) -> float:
-        """Factor by which transfers take longer than on the emulated machine; 1 without emulation."""
+    def emulation(self) -> EmulatedSession | None:
+        """The emulated machine; None for real links."""
 
     def all_reduce(self, array: npt.NDArray[Any], *, op: str = "sum") -> None:
         """Reduces an array in place."""
@@ -66,9 +57,6 @@ class TunedSession(Protocol):
 
     def adopt_routing(self, table: RoutingTable) -> None:
         """Routes every shard by a table from its next push on."""
-
-    def served_transfers(self, since_us: float = 0.0) -> tuple[float, list[ServedTransfer]]:
-        """Transfers of an emulated session."""
 
     def release_buffers(self) -> None:
         """Frees the memory that all_reduce() keeps."""

@@ -7,8 +7,9 @@ import os
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 
+from coarse.emulation.machine import Emulation
+from coarse.emulation.paced_links import link_table_bytes
 from coarse.kernels import _native
-from coarse.machine.emulation import Emulation
 
 HOME_DEVICE = 0
 """The device that keeps the state that all devices share."""
@@ -214,9 +215,3 @@ class DeviceJob:
         for name in ("nodes", "link_fds", "clients_of"):
             values[name] = tuple(map(tuple, values[name]))
         return cls(**values)
-
-
-def link_table_bytes(emulation: Emulation) -> int:
-    """Size of the link table."""
-    links = emulation.links
-    return _native.link_table_bytes(links.num_endpoints, len(links.buckets), emulation.num_logged)

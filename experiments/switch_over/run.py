@@ -66,7 +66,9 @@ class Timings:
 # ---- workers ----
 
 
-def time_direct_allreduce(machine: str, *, repeats: int, time_dilation: float = TIME_DILATION) -> Paced[Timings]:
+def time_direct_allreduce(
+    machine: str, *, repeats: int, time_dilation: float = TIME_DILATION
+) -> Paced[Timings]:
     """Times the direct all-reduce of a machine's workers for every algorithm and size, one tensor at a time.
 
     The pacing error is the average delay of arrivals as a share of the shortest all-reduce.

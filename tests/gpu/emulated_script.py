@@ -82,12 +82,12 @@ def main() -> None:
         report = {
             "rank": rank,
             "hash": results.hexdigest(),
-            "dilation": session.time_dilation,
+            "dilation": session.emulation.time_dilation,
             "shortest_s": shortest_s,
             "least_s": links_s(session, way_of_the_shard(session)),
             "probe_s": probes.time_s([probe], MIB),
             "least_probe_s": links_s(session, [(links.worker(rank), links.device(rank), MIB)]),
-            "num_arrivals": session.pacing().num_arrivals,
+            "num_arrivals": session.emulation.pacing().num_arrivals,
         }
         session.barrier()
         probes.close()

@@ -26,7 +26,6 @@ P3 = {"machine": "aws-p3", "time_dilation": 20.0}
 def test_every_dtype_op_and_length(job, machine, world_size, memory_devices):
     def worker(me):
         with me.join(memory_devices=memory_devices, machine=machine, **SMALL_SHARDS) as session:
-            assert session.is_emulated
             assert session.emulation.machine == machine
             group = session.register("every kind", EVERY_KIND)
             for step in range(2):
@@ -117,7 +116,7 @@ def test_a_step_takes_no_less_than_the_links(job):
             one_way = links.bandwidth_gbytes_per_s(links.worker(me.rank), links.device(me.rank))
             # All of it to the local memory device, half between the devices, all of it back; ideally all at once.
             assert elapsed_s >= P3["time_dilation"] * 4 * MIB / (one_way * 1e9)
-            pacing = session.pacing()
+            pacing = session.emulation.pacing()
             assert pacing.num_arrivals > 0
             assert pacing.mean_lateness_us >= 0
 
@@ -134,16 +133,16 @@ def test_links_can_degrade_while_training(job):
             session.barrier()
             if me.rank == 0:
                 for bucket in session.emulation.links.buckets:
-                    session.set_bandwidth(bucket.name, 0.02)
+                    session.emulation.set_bandwidth(bucket.name, 0.02)
             session.barrier()
             begin = time.monotonic()
             group.push(0)
             group.pull_all()
             assert time.monotonic() - begin >= 2 * MIB / 0.02e9
             with pytest.raises(ValueError, match="no bucket 'gpu 0 lane upp'; did you mean gpu 0 lane up"):
-                session.set_bandwidth("gpu 0 lane upp", 1)
+                session.emulation.set_bandwidth("gpu 0 lane upp", 1)
             with pytest.raises(ValueError, match="not positive"):
-                session.set_bandwidth(session.emulation.links.buckets[0].name, 0)
+                session.emulation.set_bandwidth(session.emulation.links.buckets[0].name, 0)
 
     job.run(2, worker)
 
@@ -178,14 +177,10 @@ def test_probes_take_what_the_links_take(job):
     job.run(2, worker)
 
 
-def test_only_emulated_links_can_be_changed_or_be_late(job):
+def test_real_links_are_no_emulated_machine(job):
     def worker(me):
         with me.join(memory_devices=1) as session:
-            assert not session.is_emulated
-            with pytest.raises(ValueError, match="set COARSE_MACHINE"):
-                session.pacing()
-            with pytest.raises(ValueError, match="set COARSE_MACHINE"):
-                session.set_bandwidth("gpu 0 lane up", 1)
+            assert session.emulation is None
             with pytest.raises(
                 ValueError, match="names a memory device that does not exist; the session has 1"
             ):

@@ -51,7 +51,7 @@ def train(session, steps, *, layers=LAYERS, compute_s=0.0, after_step=None):
 
 
 def between_workers(session):
-    return [each for each in session.transfers() if max(each.source, each.target) < 2]
+    return [each for each in session.emulation.transfers() if max(each.source, each.target) < 2]
 
 
 @pytest.mark.parametrize(("dual_sync", "num_offloaded"), [("off", 12), ("400KiB", 5), ("0", 0), ("1GiB", 12)])
@@ -98,7 +98,7 @@ def test_the_way_of_direct_allreduce_changes_transfers_and_no_bit(job, own_path,
         with me.join(how, replan_steps=0, **settings) as session:
             digest = train(session, LEARNED + 1)
             session.barrier()
-            transfers = [each for each in session.transfers() if max(each.source, each.target) < 3]
+            transfers = [each for each in session.emulation.transfers() if max(each.source, each.target) < 3]
             decided = [line for line in session.decisions() if line.startswith("direct all-reduce:")]
             session.barrier()
         return digest, len(transfers), decided
@@ -140,7 +140,7 @@ def test_a_link_that_degrades_in_mid_training_is_left_and_taken_again(job):
 
             def after_step(step):
                 if me.rank == 0 and change and step in (degraded_after, restored_after):
-                    session.set_bandwidth(REMOTE_OF_W0, 0.5 if step == degraded_after else 16.0)
+                    session.emulation.set_bandwidth(REMOTE_OF_W0, 0.5 if step == degraded_after else 16.0)
                 session.barrier()
 
             digest = train(session, steps, layers=LARGE, after_step=after_step)
@@ -186,7 +186,7 @@ def test_real_traffic_alone_shows_that_its_link_degrades(job):
 
             def after_step(step):
                 if me.rank == 0 and step == degraded_after:
-                    session.set_bandwidth(REMOTE_OF_W0, 0.5)
+                    session.emulation.set_bandwidth(REMOTE_OF_W0, 0.5)
                 session.barrier()
 
             assert session.routing.bw_proxy == 1 - me.rank

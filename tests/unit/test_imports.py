@@ -28,6 +28,7 @@ LAYERS = (
     ("proxy",),
     ("wire",),
     ("profiler", "checkpoint", "rendezvous", "arrays"),
+    ("emulation",),
     ("kernels", "settings", "socket_store"),
     ("env",),
     ("store_server",),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coarse.machine.emulation import Emulation, choose_emulation
+from coarse.emulation.machine import Emulation, choose_emulation
 from coarse.machine.links import Bucket, LinkTable, Path
 from coarse.machine.partition_table import PartitionTable
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planning import SIZES, profile_of
 
-from coarse.client.pacing import ServedTransfer
+from coarse.emulation.pacing import ServedTransfer
 from coarse.profiler.profile import BOTH, PathId
 from coarse.tuning.traffic import NEAR_FACTOR, TrafficGauge, times_of_traffic
 

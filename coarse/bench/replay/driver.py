@@ -22,7 +22,7 @@ from coarse.bench.harness.worker_pool import Progress, WorkerPool, time_for
 from coarse.bench.pace import Paced, Pacing, keep_pace, lateness_us
 from coarse.bench.replay.trace import ComputeTrace, compute_until
 from coarse.bench.timing import Timing, slowest_worker
-from coarse.client.pacing import PacingReport
+from coarse.emulation.pacing import PacingReport
 from coarse.settings import Settings
 from coarse.tuning.first_steps import TIMED_STEPS
 
@@ -242,7 +242,7 @@ class ReplayCommands:
 
     def pacing(self) -> dict[str, Any]:
         """The fields of the session's PacingReport."""
-        return asdict(self._session.pacing())
+        return asdict(self._session.emulation.pacing())
 
     def close(self) -> None:
         self._session.close()

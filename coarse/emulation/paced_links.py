@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from coarse.emulation.machine import Emulation
 from coarse.errors import ProtocolError
 from coarse.kernels import _native
-from coarse.machine.emulation import Emulation
-from coarse.wire.messages import Message, int_field
+
+
+def link_table_bytes(emulation: Emulation) -> int:
+    """Size of the link table."""
+    links = emulation.links
+    return _native.link_table_bytes(links.num_endpoints, len(links.buckets), emulation.num_logged)
 
 
 def write_link_table(fd: int, emulation: Emulation) -> None:
@@ -32,22 +37,21 @@ class PacedLinks:
     def __init__(self, fd: int) -> None:
         self._pacer = _native.Pacer(fd)
 
-    def set_bandwidth(self, message: Message) -> Message:
-        """Changes a bucket for every transfer that begins after the call.
+    def set_bandwidth(self, bucket: int, gbytes_per_s: object) -> dict[str, object]:
+        """Changes a bucket for every transfer that begins after the call; returns the answer.
 
         Raises:
             ProtocolError: If the bucket does not exist or the bandwidth is invalid.
         """
-        bandwidth = message.get("gbytes_per_s")
-        if not isinstance(bandwidth, int | float):
+        if not isinstance(gbytes_per_s, int | float):
             raise ProtocolError("a bandwidth is not a number")
         try:
-            self._pacer.set_bandwidth(int_field(message, "bucket"), bandwidth)
+            self._pacer.set_bandwidth(bucket, gbytes_per_s)
         except ValueError as error:
             raise ProtocolError(str(error)) from None
         return {"type": "bandwidth_set"}
 
-    def report(self) -> Message:
+    def report(self) -> dict[str, object]:
         """The detection delay of arrivals, over all memory devices."""
         num_arrivals, lateness_ns = self._pacer.arrivals()
         return {"type": "pacing", "num_arrivals": num_arrivals, "lateness_ns": lateness_ns}
