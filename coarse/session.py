@@ -37,6 +37,7 @@ from coarse.startup.node_links import try_address_of_this_node
 from coarse.startup.persistent_devices import Keeping
 from coarse.store import Store
 from coarse.tuning.step_planning import StepPlanning
+from coarse.wire.algorithms import describe_algorithm
 from coarse.wire.registration import EAGER, WorkerMemory
 
 if TYPE_CHECKING:  # slow to import
@@ -190,6 +191,8 @@ class Session:
         """
         if not isinstance(self._open(), Client):
             return "a job of one worker has no memory devices"
+        if self.settings.machine:
+            return f"updates are not paced to the links of {self.settings.machine}"
         if self.settings.sync_algorithm not in ("auto", "direct", "gather"):
             return f"gradients are reduced by {self.settings.sync_algorithm}, as if memories were distinct"
         return self._linked().cannot_share_parameters(gpu)
@@ -357,7 +360,8 @@ class Session:
         """Routes this worker's shards by `table` from their next push on. Results stay the same.
 
         Raises:
-            ValueError: If the table names a memory device that does not exist, or the job has one worker.
+            ValueError: If the table names a memory device that does not exist, or, with rings over emulated links,
+                another one than the worker's own; or if the job has one worker.
         """
         self._linked().adopt_routing(table)
 
@@ -396,7 +400,7 @@ class Session:
         self.close(is_finished=error is None)
 
     def decisions(self) -> list[str]:
-        """Decisions about this node's links since the start, with their reasons, one line each."""
+        """Decisions about this node's links and algorithm since the start, with their reasons, one line each."""
         chosen = self._client.algorithm_choice if isinstance(self._client, Client) else None
         choices = () if chosen is None else chosen.describe()
         planned = [] if self._planning is None else self._planning.decisions()
@@ -445,7 +449,8 @@ class Session:
         client.adopt_plan(plan.tables[node.ranks.index(self.identity.rank)], plan.shard_bytes)
         # Dual synchronisation also considers sync cores, which firmware data does not describe.
         self._planning = StepPlanning(self, client.table, profile=measured, plan=plan)
-        self._decisions = (*plan.decisions, *self._planning.check())
+        algorithm = describe_algorithm(self.settings, node.table, num_nodes=node.nodes.num_nodes)
+        self._decisions = (*plan.decisions, algorithm, *self._planning.check())
         if self.identity.rank == node.ranks[0]:
             for decision in self._decisions:
                 logger.info("[w%d] %s", self.identity.rank, decision)

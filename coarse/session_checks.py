@@ -39,7 +39,7 @@ def check_nodes(settings: Settings, num_nodes: int) -> None:
             f"memory devices are kept within one node only, but this job has {num_nodes} nodes; unset "
             "COARSE_KEEP_DEVICES"
         )
-    if settings.sync_algorithm in ("ring", "exchange", "nccl"):
+    if settings.machine or settings.algorithm in ("ring", "exchange", "nccl"):
         what = (
             f"the machine {settings.machine}" if settings.machine else f"the algorithm {settings.algorithm!r}"
         )

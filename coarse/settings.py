@@ -20,6 +20,12 @@ from coarse.machine.memory_name import MemoryName, parse_memory_devices
 ALGORITHM_CHOICES = ("auto", "gather", "direct", "ring", "exchange", "nccl")
 SCHEDULING_CHOICES = ("queues", "fcfs")
 
+_UNPACED = {
+    "gather": "the device of the last contribution would reduce each tensor alone, and direct takes turns",
+    "nccl": "NCCL sends over the links of this machine, which nothing paces",
+}
+"""Algorithms that emulated links do not carry, with the reason."""
+
 _PREFIX = "COARSE_"
 # Read by setup.py, the Makefile, and benchmarks in images; and by coarse.env, as settings are shown.
 _OTHER_VARIABLES = frozenset({"COARSE_BUILD_JOBS", "COARSE_SANITIZE", "COARSE_COMMIT", "COARSE_JOB_SECRET"})
@@ -425,10 +431,15 @@ class Settings:
                 f"COARSE_MEMORY_DEVICES cannot be combined with COARSE_PARTITION_TABLE={self.partition_table}, "
                 "which already defines the memory devices; unset one of them"
             )
-        if self.machine and self.algorithm not in ("auto", "exchange"):
+        if self.machine and self.algorithm in _UNPACED:
             raise ValueError(
-                f"COARSE_ALGORITHM={self.algorithm} cannot be combined with COARSE_MACHINE: emulated links "
-                "carry 'exchange'"
+                f"COARSE_ALGORITHM={self.algorithm} cannot be combined with COARSE_MACHINE: "
+                f"{_UNPACED[self.algorithm]}. Choose exchange, ring or direct"
+            )
+        if self.machine and self.keep_devices:
+            raise ValueError(
+                "COARSE_KEEP_DEVICES cannot be combined with COARSE_MACHINE: the optimizer whose values memory "
+                "devices keep does not run over emulated links; unset one of them"
             )
         if self.time_dilation != 1 and not self.machine:
             raise ValueError(
@@ -448,6 +459,11 @@ class Settings:
             raise ValueError(
                 "COARSE_ROUTING=spread needs COARSE_MACHINE: it spreads shards over the links of an emulated machine"
             )
+        if self.routing == "spread" and self.algorithm == "ring":
+            raise ValueError(
+                "COARSE_ROUTING=spread cannot be combined with COARSE_ALGORITHM=ring: a ring takes each "
+                "contribution from the worker's own memory device; choose exchange or direct"
+            )
         if self.keep_devices and self.sync_algorithm not in ("auto", "direct", "gather"):
             raise ValueError(
                 f"COARSE_KEEP_DEVICES cannot be combined with the algorithm {self.sync_algorithm}: memory "
@@ -462,8 +478,8 @@ class Settings:
 
     @property
     def sync_algorithm(self) -> str:
-        """The algorithm of this session's tensors: that of distinct memories where links are emulated."""
-        return "exchange" if self.machine else self.algorithm
+        """The algorithm of this session's tensors: `exchange` by default where links are emulated."""
+        return "exchange" if self.machine and self.algorithm == "auto" else self.algorithm
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Settings:

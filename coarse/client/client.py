@@ -35,7 +35,7 @@ from coarse.profiler.link_plan import DEFAULT_SHARD_BYTES
 from coarse.profiler.routing import RoutingTable
 from coarse.schema import TensorSpec
 from coarse.settings import Settings
-from coarse.wire.algorithms import DIRECT, NCCL, RING, algorithms_of, routable_algorithms
+from coarse.wire.algorithms import DIRECT, EXCHANGE, NCCL, RING, algorithms_of, routable_algorithms
 from coarse.wire.device_job import HOME_DEVICE
 from coarse.wire.messages import Message, Received
 from coarse.wire.pace import Pace
@@ -275,7 +275,9 @@ class Client:
         """The algorithm that reduces a group."""
         algorithm = self._settings.sync_algorithm
         # RING and NCCL reduce between GPUs, so their tensors lie there.
-        return "auto" if algorithm in (RING, NCCL) and on_host and self.table.is_on_gpus else algorithm
+        if algorithm in (RING, NCCL) and on_host and self.table.is_on_gpus:
+            return "auto" if self.emulation is None else EXCHANGE
+        return algorithm
 
     def _choose_way(self, gpu: str) -> AlgorithmChoice | None:
         """How tensors on GPUs are reduced; None if only one way exists.
@@ -427,9 +429,16 @@ class Client:
         """Routes every shard by `table` from its next push on. Results stay the same.
 
         Raises:
-            ValueError: If the table names a memory device that does not exist.
+            ValueError: If the table names a memory device that does not exist, or, with rings over emulated links,
+                another one than the worker's own.
         """
         self._check_usable()
+        own = self.table.local_device(self.number)
+        leaves_own = {table.lat_proxy, table.bw_proxy, *table.turns} != {own}
+        if leaves_own and self.emulation is not None and self._settings.sync_algorithm == RING:
+            raise ValueError(
+                f"{table}: a ring takes the contributions of worker {self.rank} from md{own} only"
+            )
         if max(table.lat_proxy, table.bw_proxy) >= self.table.num_devices:
             raise ValueError(
                 f"{table} names a memory device that does not exist; the session has {self.table.num_devices}"

@@ -289,7 +289,8 @@ class Registrar:
 
     def _reserve_log(self, registration: Registration, plan: PartitionPlan) -> None:
         """Ensures that the devices' logs have room for all shards that can be in progress between devices."""
-        num_shards = sum(shard.algorithm in LOGGED_ALGORITHMS for shard in plan.shards)
+        logged = (*LOGGED_ALGORITHMS, *(("direct",) if self._job.emulation else ()))
+        num_shards = sum(shard.algorithm in logged for shard in plan.shards)
         num_others = sum(each.num_logged_shards for each in self._registrations.values())
         if num_shards + num_others > _native.RING_LOG_CAPACITY:
             raise ValueError(

@@ -207,7 +207,7 @@ def _job_of(
         scheduling=settings.scheduling,
         spin_us=choose_pace(settings, num_devices, num_clients).spin_us,
         has_rings=RING in algorithms and num_devices > 1,
-        has_exchange=EXCHANGE in algorithms,
+        has_exchange=EXCHANGE in algorithms or bool(emulation),
         has_nccl=NCCL in algorithms and num_devices > 1,
         snapshot_pool_bytes=settings.snapshot_pool_bytes,
         emulation=emulation,

@@ -93,6 +93,8 @@ class StepPlanning:
             return "memory devices are on GPUs, so workers cannot access each other's tensors"
         if self._settings.sync_algorithm in ("ring", "nccl"):
             return f"{self._settings.sync_algorithm} needs the contributions of all workers in all memory devices"
+        if self._is_emulated and self._settings.sync_algorithm != "exchange":
+            return f"over emulated links it is planned for exchange only, not for {self._settings.sync_algorithm}"
         if self._profile is None and self._settings.dual_sync == AUTO:
             return (
                 "no profile is available for the estimate; `coarse profile` or COARSE_PROFILE=auto makes one"
@@ -104,7 +106,8 @@ class StepPlanning:
         """Whether routes follow a profile, which changing links make obsolete."""
         # In the host's memory they do not, unless the settings request it (coarse.profiler.link_plan).
         by_profile = self._settings.routing == ("auto" if self._is_emulated else "profile")
-        return by_profile and self._profile is not None
+        may_move = self._settings.sync_algorithm not in ("ring", "nccl")
+        return by_profile and may_move and self._profile is not None
 
     def _watch_links(self, session: TunedSession, group: TensorGroup) -> None:
         plans_dual_sync = self._settings.dual_sync != OFF and not self._cannot_reduce_on_host()

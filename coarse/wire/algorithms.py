@@ -52,6 +52,23 @@ def routable_algorithms(settings: Settings, table: PartitionTable, *, num_nodes:
     return tuple(each for each in algorithms_of(settings, table) if each in (EXCHANGE, DIRECT))
 
 
+def describe_algorithm(settings: Settings, table: PartitionTable, *, num_nodes: int = 1) -> str:
+    """The algorithm of a session's tensors and its reason, in words.
+
+    Args:
+        settings, table, num_nodes: As for algorithms_of().
+    """
+    if settings.algorithm != "auto":
+        return f"algorithm: {settings.algorithm}, set by COARSE_ALGORITHM"
+    if settings.machine:
+        return f"algorithm: {settings.sync_algorithm}, the default on emulated machines"
+    found = algorithms_of(settings, table, num_nodes=num_nodes)
+    small = f"gather for tensors of up to {settings.gather_bytes} bytes"
+    if len(found) == 1:
+        return f"algorithm: {small}, {found[0]} for larger ones"
+    return f"algorithm: {small}, for larger ones the fastest of {', '.join(found)}, measured at their registration"
+
+
 def distant_gpus(table: PartitionTable) -> list[str]:
     """Pairs of GPUs with memory devices that cannot reach each other's memory, as "cuda:0 and cuda:1"."""
     if not table.is_on_gpus:

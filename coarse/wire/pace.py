@@ -13,7 +13,7 @@ _MOST_DEFAULT_SYNC_CORES = 4
 def count_sync_cores(settings: Settings, num_devices: int, num_workers: int) -> int:
     """Sync cores per memory device: by default an even share of the cores that workers leave, at least one.
 
-    One in an emulated session, because a device's first sync core does all of the exchange.
+    One in an emulated session, because a device's first sync core does all of the work there.
     """
     if settings.machine:
         return settings.sync_cores or 1

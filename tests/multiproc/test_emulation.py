@@ -17,21 +17,33 @@ from coarse.tuning.measure import MeasurePlan, measure_profile
 
 MIB = 1 << 20
 P3 = {"machine": "aws-p3", "time_dilation": 20.0}
+RING_MESSAGE_BYTES = 64 << 10
 
 
 @pytest.mark.parametrize(
-    ("machine", "world_size", "memory_devices"),
-    [("aws-p3", 4, 4), ("aws-g4dn", 2, 2), ("sdsc-p100", 2, 1), ("cxl2-switch", 3, 2)],
+    ("machine", "world_size", "memory_devices", "algorithm"),
+    [
+        ("aws-p3", 4, 4, "auto"),
+        ("aws-g4dn", 2, 2, "auto"),
+        ("sdsc-p100", 2, 1, "auto"),
+        ("cxl2-switch", 3, 2, "auto"),
+        ("aws-p3", 3, 3, "ring"),
+        ("aws-g4dn", 4, 2, "ring"),
+        ("sdsc-p100", 2, 1, "ring"),
+        ("cxl2-switch", 3, 2, "direct"),
+    ],
 )
-def test_every_dtype_op_and_length(job, machine, world_size, memory_devices):
+def test_every_dtype_op_and_length(job, machine, world_size, memory_devices, algorithm):
     def worker(me):
-        with me.join(memory_devices=memory_devices, machine=machine, **SMALL_SHARDS) as session:
+        settings = {"machine": machine, "algorithm": algorithm, **SMALL_SHARDS}
+        with me.join(memory_devices=memory_devices, **settings) as session:
             assert session.emulation.machine == machine
             group = session.register("every kind", EVERY_KIND)
             for step in range(2):
-                # Any route is valid: a different one for each worker and step.
-                device = (me.rank * (step + 1) + step) % memory_devices
-                session.adopt_routing(RoutingTable(lat_proxy=0, bw_proxy=device, threshold_bytes=1000))
+                if algorithm != "ring":
+                    # Any route is valid: a different one for each worker and step.
+                    device = (me.rank * (step + 1) + step) % memory_devices
+                    session.adopt_routing(RoutingTable(lat_proxy=0, bw_proxy=device, threshold_bytes=1000))
                 counts = sync(
                     group, range(len(EVERY_KIND)), lambda spec: contribution(spec, me.rank, world_size)
                 )
@@ -43,7 +55,8 @@ def test_every_dtype_op_and_length(job, machine, world_size, memory_devices):
     job.run(world_size, worker)
 
 
-def test_neither_routes_nor_links_change_a_bit(job):
+def digests(job, runs):
+    """All digests of four steps of noise, for runs of (settings, routing tables to use in turn)."""
     world_size = 4
 
     def worker(me, name, setup, tables):
@@ -59,6 +72,14 @@ def test_neither_routes_nor_links_change_a_bit(job):
                 digest.update(group.buffer(1))
         return digest.hexdigest()
 
+    return {
+        digest
+        for number, run in enumerate(runs)
+        for digest in job.run(world_size, lambda me, name=str(number), run=run: worker(me, name, *run))
+    }
+
+
+def test_neither_routes_nor_links_change_a_bit(job):
     tables = [RoutingTable(lat_proxy=2 - i, bw_proxy=i, threshold_bytes=1 << 14) for i in range(3)]
     runs = [
         ({"algorithm": "direct"}, []),
@@ -66,13 +87,69 @@ def test_neither_routes_nor_links_change_a_bit(job):
         ({"machine": "aws-p3"}, []),
         ({"machine": "aws-p3"}, tables),
         ({"machine": "cxl2-switch", "time_dilation": 3.0}, tables[1:]),
+        ({"machine": "aws-p3", "algorithm": "direct"}, tables),
     ]
-    digests = {
-        digest
-        for number, run in enumerate(runs)
-        for digest in job.run(world_size, lambda me, name=str(number), run=run: worker(me, name, *run))
-    }
-    assert len(digests) == 1
+    assert len(digests(job, runs)) == 1
+
+
+def test_emulated_links_do_not_change_a_bit_of_a_ring(job):
+    settings = {"algorithm": "ring"}
+    runs = [
+        (settings, []),
+        ({"machine": "aws-p3", **settings}, []),
+        ({"machine": "cxl2-switch", **settings}, []),
+    ]
+    assert len(digests(job, runs)) == 1
+
+
+@pytest.mark.parametrize("num_devices", [2, 3])
+def test_a_ring_takes_the_time_of_its_steps(job, num_devices):
+    p, chunks = num_devices, 4
+    nbytes = chunks * p * RING_MESSAGE_BYTES
+    steps = chunks * 2 * (p - 1)
+
+    def worker(me):
+        settings = {"algorithm": "ring", "shard_bytes": nbytes, "transfer_log": 1000, **P3}
+        with me.join(memory_devices=p, **settings) as session:
+            group = session.register("gradients", floats(["weights"], nbytes // 4))
+            session.barrier()
+            begin = time.monotonic()
+            group.push(0)
+            group.pull_all()
+            elapsed_s = time.monotonic() - begin
+            session.barrier()
+            links = session.emulation.links
+            one, other = links.device(0), links.device(1)
+            latency_us = links.path(one, other).latency_us
+            expected_us = 2 * (p - 1) / p * nbytes / (links.bandwidth_gbytes_per_s(one, other) * 1e3)
+            expected_us += steps * latency_us
+            sent = [
+                each
+                for each in session.emulation.transfers()
+                if min(each.source, each.target) >= p and each.nbytes == RING_MESSAGE_BYTES
+            ]
+            assert len(sent) == p * steps
+            took_us = max(each.due_us for each in sent) - min(each.requested_us for each in sent)
+            assert took_us == pytest.approx(expected_us, rel=0.02)
+            assert elapsed_s >= P3["time_dilation"] * expected_us * 1e-6
+
+    job.run(p, worker)
+
+
+def test_a_ring_keeps_to_the_workers_own_memory_devices(job):
+    def worker(me):
+        with me.join(memory_devices=2, algorithm="ring", **P3) as session:
+            decisions = session.decisions()
+            assert any(line.startswith("algorithm: ring, set by") for line in decisions)
+            assert any(
+                "ring takes each contribution from its own memory device" in line for line in decisions
+            )
+            assert any(line.startswith("dual synchronisation: none: ring needs") for line in decisions)
+            with pytest.raises(ValueError, match="a ring takes the contributions of worker"):
+                session.adopt_routing(RoutingTable(lat_proxy=me.rank, bw_proxy=1 - me.rank))
+            assert "not paced to the links of aws-p3" in session.cannot_update()
+
+    job.run(2, worker)
 
 
 def test_dense_loads_and_stores_at_its_ratios(job):

@@ -284,12 +284,12 @@ def test_replicas_lie_also_on_gpus_that_do_not_reach_each_other(stand_ins, tmp_p
     assert found["digest"] == replicated_on_host
 
 
-def run_on_emulated_machine(tmp_path, memory_devices, **environment):
+def run_on_emulated_machine(tmp_path, memory_devices, algorithm, **environment):
     """Two workers of a machine with 1 ms for 4 MiB, started as users do; returns their output."""
     folder = tmp_path / memory_devices.replace(":", "")
     folder.mkdir()
     machine = ["--machine", "aws-p3", "--time-dilation", "20", "--memory-devices", memory_devices]
-    routes = ["--shard-bytes", "4MiB", "--routing", "local", "--dual-sync", "off"]
+    routes = ["--shard-bytes", "4MiB", "--routing", "local", "--dual-sync", "off", "--algorithm", algorithm]
     output = ["--no-prefix", "--log-dir", str(folder)]
     script = [str(SCRIPTS / "emulated_script.py"), str(folder)]
     ended = subprocess.run(
@@ -305,9 +305,10 @@ def run_on_emulated_machine(tmp_path, memory_devices, **environment):
     return [json.loads((folder / f"worker-{rank}.log").read_text().splitlines()[-1]) for rank in range(2)]
 
 
-def test_emulated_machines_take_their_time_and_change_no_bit(stand_ins, tmp_path):
-    expected = run_on_emulated_machine(tmp_path, "2")
-    found = run_on_emulated_machine(tmp_path, "cuda:0,cuda:0", **stand_ins)
+@pytest.mark.parametrize("algorithm", ["exchange", "ring", "direct"])
+def test_emulated_machines_take_their_time_and_change_no_bit(stand_ins, tmp_path, algorithm):
+    expected = run_on_emulated_machine(tmp_path, "2", algorithm)
+    found = run_on_emulated_machine(tmp_path, "cuda:0,cuda:0", algorithm, **stand_ins)
     assert [each["hash"] for each in found] == [each["hash"] for each in expected]
     for each in found:
         assert each["shortest_s"] >= each["dilation"] * each["least_s"] - 1e-6

@@ -26,9 +26,22 @@ LinkTableValues separateLinks(const ClusterShape& shape, double gbytesPerSecond,
   return values;
 }
 
+GroupPlan tensorOf(Algorithm algorithm, std::size_t numClients, std::uint32_t numElements,
+                   std::uint32_t shardElements) {
+  return makePlan(1, numClients, {{numElements, DType::kFloat32, ReduceOp::kSum, algorithm}}, shardElements);
+}
+
 GroupPlan exchangedTensor(std::size_t numClients, std::uint32_t numElements, std::uint32_t shardElements) {
-  return makePlan(1, numClients, {{numElements, DType::kFloat32, ReduceOp::kSum, Algorithm::kExchange}},
-                  shardElements);
+  return tensorOf(Algorithm::kExchange, numClients, numElements, shardElements);
+}
+
+/// Registers a group; each client's contributions go to its own device, as rings require.
+void addWithLocalRoutes(Cluster& cluster, const GroupPlan& plan) {
+  cluster.addToProxies(plan);
+  for (std::size_t client = 0; client < plan.numClients; ++client) {
+    const auto device = static_cast<std::uint16_t>(client % cluster.shape().numDevices);
+    cluster.addToClient(plan, client, std::vector<std::uint16_t>(plan.shards.size(), device));
+  }
 }
 
 /// One step of all clients, each through its own device. @returns its longest seconds.
@@ -77,6 +90,75 @@ TEST_P(EveryMemory, CarriesPushReductionAndPullInNoLessThanTheirTime) {
   EXPECT_EQ(pacer.statistics(2, 0).numBytes, std::uint64_t{1} << 20);
   EXPECT_EQ(pacer.statistics(2, 3).numBytes, std::uint64_t{2} << 20) << "half of two shards, there and back";
   EXPECT_GT(pacer.arrivals().numArrivals, 0U);
+}
+
+TEST_P(EveryMemory, CarriesTheStepsOfRings) {
+  const ClusterShape shape = GetParam();
+  Cluster cluster(shape, separateLinks(shape, 0.1, 1000));
+  // Two shards, so two rings of opposite directions; each shard is one chunk of two messages.
+  const std::uint32_t shardElements = 2 * kHostMessageBytes / sizeof(float);
+  const GroupPlan plan = tensorOf(Algorithm::kRing, 2, 2 * shardElements, shardElements);
+  addWithLocalRoutes(cluster, plan);
+  cluster.start();
+  const double seconds = step(cluster, plan, 1);
+  const double perMessage = kHostMessageBytes / 0.1e9;
+  // Both shards share the links to and from the workers. Their rings send both ways at once.
+  EXPECT_GE(seconds, perMessage * (2 + 2 * 2 + 2) + 4e-3 - 1e-6);
+  const Pacer pacer = cluster.pacer();
+  EXPECT_EQ(pacer.statistics(2, 3).numBytes, 4 * kHostMessageBytes);
+  EXPECT_EQ(pacer.statistics(3, 2).numBytes, 4 * kHostMessageBytes);
+  for (std::size_t worker = 0; worker < 2; ++worker) {
+    EXPECT_EQ(pacer.statistics(worker, 2 + worker).numBytes, plan.slotBytes);
+    EXPECT_EQ(pacer.statistics(2 + worker, worker).numBytes, plan.slotBytes);
+  }
+}
+
+TEST_P(EveryMemory, ReducesDirectlyAtOneDeviceInTurn) {
+  const ClusterShape shape = GetParam();
+  Cluster cluster(shape, separateLinks(shape, 0.1, 1000));
+  const GroupPlan plan = tensorOf(Algorithm::kDirect, 2, kMiBOfFloats, kMiBOfFloats / 2);
+  addWithLocalRoutes(cluster, plan);
+  cluster.start();
+  const double seconds = step(cluster, plan, 1);
+  // One shard after the other is pushed, contributed, sent back and pulled, half a MiB each.
+  EXPECT_GE(seconds, (1 << 19) / 0.1e9 * (2 + 1 + 1 + 1) + 4e-3 - 1e-6);
+  const Pacer pacer = cluster.pacer();
+  EXPECT_EQ(pacer.statistics(2, 3).numBytes, std::uint64_t{1} << 20) << "a contribution, and a result";
+  EXPECT_EQ(pacer.statistics(3, 2).numBytes, std::uint64_t{1} << 20);
+}
+
+TEST(Rings, ReduceManyShardsStepAfterStep) {
+  for (const std::size_t numCores : {1, 3}) {
+    const ClusterShape shape{6, 3, numCores};
+    Cluster cluster(shape, separateLinks(shape, 10, 1));
+    const GroupPlan plan = tensorOf(Algorithm::kRing, 6, 40000, 900);
+    addWithLocalRoutes(cluster, plan);
+    cluster.start();
+    for (std::uint32_t number = 1; number <= 4; ++number) step(cluster, plan, number);
+  }
+}
+
+TEST(Rings, OfOneDeviceReduceThere) {
+  const ClusterShape shape{3, 1, 1};
+  Cluster cluster(shape, separateLinks(shape, 0.1, 5));
+  const GroupPlan plan = tensorOf(Algorithm::kRing, 3, kMiBOfFloats, kMiBOfFloats);
+  addWithLocalRoutes(cluster, plan);
+  cluster.start();
+  EXPECT_GE(step(cluster, plan, 1), 2 * (1 << 20) / 0.1e9 - 1e-6) << "push and pull";
+}
+
+TEST(Rings, CompleteWhatNobodyHasContributedTo) {
+  const ClusterShape shape{2, 2, 1};
+  Cluster cluster(shape, separateLinks(shape, 10, 1));
+  const GroupPlan plan = tensorOf(Algorithm::kRing, 2, 100, 100);
+  addWithLocalRoutes(cluster, plan);
+  cluster.start();
+  together(2, [&](std::size_t client) {
+    Bytes kept(plan.slotBytes, std::byte{7});
+    ASSERT_EQ(cluster.client(client).push(plan.id, 0, 0, kept.data()), WaitStatus::kDone);
+    EXPECT_EQ(cluster.client(client).pull(plan.id, 0, kept.data(), kPatienceSeconds), WaitStatus::kDone);
+  });
+  EXPECT_EQ(cluster.pacer().statistics(2, 3).numBytes + cluster.pacer().statistics(3, 2).numBytes, 0U);
 }
 
 TEST(EmulatedDirectAllReduce, IsARingOverTheLinksBetweenWorkersAlone) {
@@ -221,9 +303,11 @@ TEST(EmulatedLinks, DegradeWhileInUse) {
 TEST(EmulatedLinks, RefuseWhatWouldPassOverThem) {
   const ClusterShape shape{2, 2, 1};
   Cluster cluster(shape, separateLinks(shape, 10, 0));
-  for (const Algorithm algorithm : {Algorithm::kGather, Algorithm::kDirect, Algorithm::kRing})
-    EXPECT_THROW(cluster.addToProxies(makePlan(1, 2, {{100, DType::kFloat32, ReduceOp::kSum, algorithm}})),
-                 std::invalid_argument);
+  for (const Algorithm algorithm : {Algorithm::kGather, Algorithm::kNccl})
+    EXPECT_THROW(cluster.addToProxies(tensorOf(algorithm, 2, 100, 100)), std::invalid_argument);
+  GroupPlan updated = tensorOf(Algorithm::kDirect, 2, 100, 100);
+  updated.hasOptimizer = true;
+  EXPECT_THROW(cluster.addToProxies(updated), std::invalid_argument);
   EXPECT_THROW(Cluster(shape, separateLinks({1, 2, 1}, 10, 0)), std::invalid_argument)
       << "an endpoint is missing";
 }

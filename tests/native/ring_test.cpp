@@ -24,13 +24,16 @@ using MakeCompute = std::function<std::unique_ptr<RingCompute>()>;
 /// Every device's part in one ring, over one group. `clientsOf[d]` are local to device d.
 class Ring {
  public:
+  /// @param linkTable of emulated links; -1 without.
   Ring(GroupPlan plan, std::vector<std::vector<std::size_t>> clientsOf, bool isForward = true,
-       const MakeCompute& makeCompute = makeHostRingCompute)
+       const MakeCompute& makeCompute = makeHostRingCompute, int linkTable = -1)
       : plan_(std::move(plan)),
         control_(GroupControl::numBytes(plan_.shards.size(), plan_.numClients)),
         buffers_(new RecvBuf[clientsOf.size()]()),
         doorbells_(new Doorbell[clientsOf.size()]()),
-        numDone_(clientsOf.size()) {
+        links_(clientsOf.size()),
+        numDone_(clientsOf.size()),
+        doneAt_(clientsOf.size()) {
     for (std::size_t i = 0; i < plan_.numClients; ++i) slots_.emplace_back(plan_.slotBytes);
     for (std::size_t i = 0; i < clientsOf.size(); ++i) messages_.emplace_back(kRingDepth * kMessageBytes);
     group_ = std::make_unique<TensorGroup>(plan_, control_.fd, regionsOf(slots_));
@@ -47,16 +50,21 @@ class Ring {
       links.messageBytes = kMessageBytes;
       links.nextDoorbell = &doorbells_[isForward ? after : before];
       links.previousDoorbell = &doorbells_[isForward ? before : after];
+      links.device = device;
+      links.nextDevice = isForward ? after : before;
       links.position = isForward ? device : (p - device) % p;
       links.numDevices = p;
+      if (linkTable >= 0)
+        links_[device] = DeviceLinks(std::make_unique<Pacer>(linkTable), plan_.numClients, p);
       cores_.push_back(std::make_unique<RingCore>(
-          links, makeCompute(), clientsOf[device],
+          links, links_[device], makeCompute(), clientsOf[device],
           [this](std::uint32_t group) { return isKnown_ && group == plan_.id ? group_.get() : nullptr; },
           [this, device](TensorGroup& group, const RingEntry& entry, const ShardShape& shape) {
             EXPECT_EQ(&group, group_.get());
             EXPECT_EQ(shape.numElements, plan_.shards[entry.shard].numElements);
             EXPECT_EQ(entry.shard, numDone_[device] % plan_.shards.size()) << "not in the order of the log";
             ++numDone_[device];
+            doneAt_[device] = timeOf(entry.completedAt, monotonicNow());
           }));
     }
   }
@@ -64,12 +72,15 @@ class Ring {
   std::size_t numDevices() const { return cores_.size(); }
   RingCore& core(std::size_t device) { return *cores_[device]; }
   std::size_t numDone(std::size_t device) const { return numDone_[device]; }
+  /// From contribute() to the arrival of a device's last message over emulated links.
+  MonotonicNs duration(std::size_t device) const { return doneAt_[device] - contributedAt_; }
   TensorGroup& group() { return *group_; }
   void forgetGroup(bool isForgotten) { isKnown_ = !isForgotten; }
 
   /// All clients contribute to all shards, with the flags that `flagsOf` gives for a client; then the shards
   /// enter the ring.
   void contribute(std::uint32_t step, const std::function<std::uint8_t(std::size_t)>& flagsOf) {
+    contributedAt_ = monotonicNow();
     for (std::uint32_t shard = 0; shard < plan_.shards.size(); ++shard) {
       const Shard& planned = plan_.shards[shard];
       for (std::size_t client = 0; client < plan_.numClients; ++client) {
@@ -79,7 +90,7 @@ class Ring {
         const Bytes data = test::contribution(planned.dtype, planned.numElements, client, step);
         std::memcpy(group_->slot(client, planned), data.data(), data.size());
       }
-      appendToRing(*log_, {plan_.id, shard, step});
+      appendToRing(*log_, {plan_.id, shard, step, stampOf(contributedAt_)});
     }
   }
 
@@ -89,6 +100,7 @@ class Ring {
       bool hasProgressed = false, isFinished = true;
       for (std::size_t device = 0; device < numDevices(); ++device) {
         hasProgressed |= cores_[device]->advance() || cores_[device]->isBusy();
+        hasProgressed |= links_[device].runDue() || links_[device].untilNext().has_value();
         isFinished &= numDone_[device] == numShards;
       }
       if (isFinished) return true;
@@ -132,8 +144,11 @@ class Ring {
   std::unique_ptr<RecvBuf[]> buffers_;
   std::unique_ptr<Doorbell[]> doorbells_;
   std::vector<Memory> messages_;
+  std::vector<DeviceLinks> links_;
   std::vector<std::unique_ptr<RingCore>> cores_;
   std::vector<std::size_t> numDone_;  // each by its device's thread
+  std::vector<MonotonicNs> doneAt_;
+  MonotonicNs contributedAt_ = 0;
   bool isKnown_ = true;
 };
 
@@ -291,6 +306,122 @@ TEST(RingCoreAlone, WaitsForAGroupThatItDoesNotKnowYet) {
   ring.forgetGroup(false);
   EXPECT_TRUE(ring.driveByOneThread(1));
   ring.expectResults(1, {0, 1}, 1);
+}
+
+// ---- over emulated links ----
+
+/// A worker at each of `numDevices` devices, and between all of them links that share nothing.
+LinkTableValues separateLinks(std::size_t numDevices, double gbytesPerSecond, double latencyUs) {
+  LinkTableValues values;
+  values.paths.assign(2 * numDevices, std::vector<std::optional<PathValues>>(2 * numDevices));
+  for (std::size_t source = 0; source < values.paths.size(); ++source) {
+    for (std::size_t target = 0; target < values.paths.size(); ++target) {
+      if (source == target) continue;
+      values.paths[source][target] =
+          PathValues{latencyUs, {static_cast<std::uint32_t>(values.gbytesPerSecond.size())}};
+      values.gbytesPerSecond.push_back(gbytesPerSecond);
+    }
+  }
+  return values;
+}
+
+class Links {
+ public:
+  explicit Links(const LinkTableValues& values)
+      : memory_(Pacer::numBytes(values.paths.size(), values.gbytesPerSecond.size())),
+        numDevices_(values.paths.size() / 2) {
+    Pacer::write(memory_.fd, values);
+  }
+  int fd() const { return memory_.fd; }
+  std::uint64_t bytesBetween(std::size_t device, std::size_t other) const {
+    return Pacer(memory_.fd).statistics(numDevices_ + device, numDevices_ + other).numBytes;
+  }
+
+ private:
+  Memory memory_;
+  std::size_t numDevices_;
+};
+
+// What a device learns late does not delay the next message, so times are exact on the slowest machine.
+constexpr double kRoundingNs = 100;
+constexpr std::size_t kNsPerByte = 100;  // 0.01 GB/s
+constexpr std::size_t kLatencyNs = 50'000;
+
+class PacedRingOf : public testing::TestWithParam<std::size_t> {
+ protected:
+  std::size_t p() const { return GetParam(); }
+  LinkTableValues links() const { return separateLinks(p(), 1.0 / kNsPerByte, kLatencyNs / 1e3); }
+  GroupPlan tensor(std::size_t numElements, DType dtype = DType::kFloat32) const {
+    return makePlan(1, p(),
+                    {{static_cast<std::uint32_t>(numElements), dtype, ReduceOp::kMean, Algorithm::kRing}});
+  }
+  /// Reduces one tensor once, and checks the result.
+  void run(Ring& ring) {
+    ring.contribute(1, allPresent);
+    ASSERT_TRUE(ring.driveByOneThread(1));
+    ring.expectResults(1, upTo(p()), static_cast<std::uint32_t>(p()));
+  }
+  void expectDuration(const Ring& ring, std::size_t nanoseconds) {
+    for (std::size_t device = 0; device < p(); ++device)
+      EXPECT_NEAR(static_cast<double>(ring.duration(device)), static_cast<double>(nanoseconds), kRoundingNs);
+  }
+};
+INSTANTIATE_TEST_SUITE_P(EmulatedLinks, PacedRingOf, testing::Values(2, 3, 4));
+
+TEST_P(PacedRingOf, CarriesAShareToTheNextDeviceInEachOfItsSteps) {
+  for (const bool isForward : {true, false}) {
+    const Links table(links());
+    Ring ring(tensor(p() * 256), evenly(p(), 1), isForward, makeHostRingCompute, table.fd());
+    run(ring);
+    expectDuration(ring, 2 * (p() - 1) * (256 * sizeof(float) * kNsPerByte + kLatencyNs));
+    for (std::size_t device = 0; device < p(); ++device) {
+      const std::size_t after = (device + 1) % p(), before = (device + p() - 1) % p();
+      EXPECT_EQ(table.bytesBetween(device, isForward ? after : before), 2 * (p() - 1) * 256 * sizeof(float));
+      if (p() > 2) {
+        EXPECT_EQ(table.bytesBetween(device, isForward ? before : after), 0U);
+      }
+    }
+  }
+}
+
+TEST_P(PacedRingOf, TakesTheStepsOfEachChunk) {
+  const Links table(links());
+  Ring ring(tensor(2 * p() * kMessageBytes / sizeof(float)), evenly(p(), 1), true, makeHostRingCompute,
+            table.fd());
+  run(ring);
+  expectDuration(ring, 2 * 2 * (p() - 1) * (kMessageBytes * kNsPerByte + kLatencyNs));
+}
+
+TEST_P(PacedRingOf, CarriesSixteenBitsAsThirtyTwo) {
+  const Links table(links());
+  Ring ring(tensor(p() * 256, DType::kBFloat16), evenly(p(), 1), true, makeHostRingCompute, table.fd());
+  run(ring);
+  EXPECT_EQ(table.bytesBetween(0, 1), 2 * (p() - 1) * 256 * sizeof(float));
+}
+
+TEST(PacedRing, CarriesNothingOfAnAbsentContribution) {
+  const Links table(separateLinks(2, 1, 1));
+  Ring ring(makePlan(1, 2, {{512, DType::kFloat32, ReduceOp::kSum, Algorithm::kRing}}), evenly(2, 1), true,
+            makeHostRingCompute, table.fd());
+  ring.contribute(1, [](std::size_t client) -> std::uint8_t { return client == 0 ? kPresent : 0; });
+  ASSERT_TRUE(ring.driveByOneThread(1));
+  ring.expectResults(1, {0}, 2);
+  EXPECT_EQ(table.bytesBetween(0, 1), 2 * 256 * sizeof(float));
+  EXPECT_EQ(table.bytesBetween(1, 0), 256 * sizeof(float)) << "the finished half alone";
+}
+
+TEST(PacedRing, SendsNoFurtherAheadThanItsBuffersAreDeep) {
+  constexpr std::size_t kDevices = 6;
+  constexpr double kLongUs = 1000;
+  LinkTableValues values = separateLinks(kDevices, 1000, 0);
+  values.paths[kDevices][kDevices + 1]->latencyUs = kLongUs;
+  const Links table(values);
+  Ring ring(makePlan(1, kDevices, {{kDevices * 64, DType::kFloat32, ReduceOp::kSum, Algorithm::kRing}}),
+            evenly(kDevices, 1), true, makeHostRingCompute, table.fd());
+  ring.contribute(1, allPresent);
+  ASSERT_TRUE(ring.driveByOneThread(1));
+  // Of the ten messages of device 0, four, four and two are under way at once. With no limit it were six.
+  EXPECT_NEAR(static_cast<double>(ring.duration(1)), 3 * kLongUs * 1e3, 1000);
 }
 
 }  // namespace

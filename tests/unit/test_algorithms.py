@@ -140,3 +140,17 @@ def test_a_choice_knows_where_slots_lie_by_each_way():
         "w0 along the routes: md1",
         "w1 along the routes: md1 below 99 bytes, md0 from there on",
     ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "memories", "words"),
+    [
+        ({}, ("host", "host"), "gather for tensors of up to 65536 bytes, direct for larger ones"),
+        ({"algorithm": "ring"}, ("host", "host"), "ring, set by COARSE_ALGORITHM"),
+        ({"machine": "aws-p3"}, ("host", "host"), "exchange, the default on emulated machines"),
+        ({"machine": "aws-p3", "algorithm": "ring"}, ("host", "host"), "ring, set by COARSE_ALGORITHM"),
+        ({}, ("cuda:0", "cuda:1"), "for larger ones the fastest of exchange, direct, ring, measured at"),
+    ],
+)
+def test_the_algorithm_is_named_with_its_reason(no_nccl, settings, memories, words):
+    assert words in algorithms.describe_algorithm(Settings(**settings), table(*memories))

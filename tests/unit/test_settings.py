@@ -113,12 +113,41 @@ def test_memory_devices_are_said_once():
     assert Settings.from_environment({**environ, "COARSE_MEMORY_DEVICES": "0"}).partition_table == "aws-p3"
 
 
-def test_a_machine_is_emulated_by_exchange():
+def test_a_machine_is_emulated_by_exchange_unless_set():
     environ = {"COARSE_MACHINE": "aws-p3", "COARSE_TIME_DILATION": "20"}
     settings = Settings.from_environment(environ)
     assert (settings.machine, settings.time_dilation, settings.sync_algorithm) == ("aws-p3", 20.0, "exchange")
-    with pytest.raises(ValueError, match="COARSE_ALGORITHM=ring cannot be combined with COARSE_MACHINE"):
-        Settings.from_environment({**environ, "COARSE_ALGORITHM": "ring"})
+
+
+@pytest.mark.parametrize("algorithm", ["exchange", "ring", "direct"])
+def test_a_machine_takes_the_algorithms_whose_transfers_are_paced(algorithm):
+    assert Settings(machine="aws-p3", algorithm=algorithm).sync_algorithm == algorithm
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"algorithm": "gather"},
+            "COARSE_ALGORITHM=gather cannot be .* COARSE_MACHINE: .* Choose exchange, ring or direct",
+        ),
+        (
+            {"algorithm": "nccl"},
+            "COARSE_ALGORITHM=nccl cannot be combined with COARSE_MACHINE: NCCL sends over",
+        ),
+        (
+            {"keep_devices": 60.0, "algorithm": "direct"},
+            "COARSE_KEEP_DEVICES cannot be combined with COARSE_MACHINE",
+        ),
+        (
+            {"routing": "spread", "algorithm": "ring"},
+            "COARSE_ROUTING=spread cannot be .* COARSE_ALGORITHM=ring",
+        ),
+    ],
+)
+def test_a_machine_refuses_what_it_cannot_pace(settings, message):
+    with pytest.raises(ValueError, match=message):
+        Settings(machine="aws-p3", **settings)
 
 
 def test_a_misspelt_variable_is_refused_with_the_choices():

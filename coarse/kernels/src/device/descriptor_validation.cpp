@@ -18,6 +18,12 @@ bool canUseDirectAllReduce(const TensorGroup& group, const Shard& shard, std::ui
          !group.plan().isTable(shard);
 }
 
+/// Whether emulated links delay all that this algorithm moves.
+bool isPaceable(Algorithm algorithm) noexcept {
+  return algorithm == Algorithm::kExchange || algorithm == Algorithm::kRing ||
+         algorithm == Algorithm::kDirect;
+}
+
 }  // namespace
 
 std::string unsupported(const GroupPlan& plan, const SessionPaths& paths) {
@@ -43,10 +49,13 @@ std::string unsupported(const GroupPlan& plan, const SessionPaths& paths) {
       return "this session has no rings in such memory; choose the ring algorithm when it starts";
     if (algorithm == Algorithm::kNccl && !paths.hasCollectives && paths.numDevices > 1)
       return "this session has no NCCL between memory devices; choose the algorithm nccl when it starts";
-    if (algorithm == Algorithm::kExchange && !paths.hasExchange)
+    if ((algorithm == Algorithm::kExchange || paths.isPaced) && !paths.hasExchange)
       return "this session has no exchange; choose the exchange algorithm when it starts";
-    if (algorithm != Algorithm::kExchange && paths.isPaced)
-      return "an emulated session synchronises by exchange only: other algorithms pass over its links";
+    if (paths.isPaced && !isPaceable(algorithm))
+      return "an emulated session synchronises by exchange, ring or direct: other algorithms pass over its "
+             "links";
+    if (paths.isPaced && (plan.hasOptimizer || plan.isTable(shard)))
+      return "emulated links carry gradients that are reduced: no updates, and no rows of tables";
   }
   return {};
 }

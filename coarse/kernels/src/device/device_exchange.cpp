@@ -6,8 +6,11 @@
 namespace coarse {
 namespace {
 
-std::size_t numPieces(const ShardShape& shape, std::size_t numClients) noexcept {
-  return shape.numElements * itemBytes(shape.dtype) <= kSmallestExchangeBytes ? 1 : numClients;
+std::size_t numPieces(const TensorGroup& group, std::uint32_t shard) noexcept {
+  const ShardShape shape = group.shape(shard);
+  const bool isCut = group.plan().shards[shard].algorithm == Algorithm::kExchange &&
+                     shape.numElements * itemBytes(shape.dtype) > kSmallestExchangeBytes;
+  return isCut ? group.plan().numClients : 1;
 }
 
 /// The client whose device reduces piece `piece`. Small shards take turns.
@@ -41,7 +44,7 @@ DeviceExchange::DeviceExchange(ExchangePeers peers, DeviceLinks& links, FindGrou
 
 void DeviceExchange::distribute(TensorGroup& group, const RingEntry& entry) {
   const std::size_t numClients = group.plan().numClients;
-  const std::size_t count = numPieces(group.shape(entry.shard), numClients);
+  const std::size_t count = numPieces(group, entry.shard);
   std::vector<bool> isReducer(peers_.numDevices, false);
   for (std::size_t piece = 0; piece < count; ++piece)
     isReducer[group.deviceOf(entry.shard, reducerOf(entry.shard, piece, numClients))] = true;
@@ -70,7 +73,7 @@ DeviceExchange::Task DeviceExchange::makeTask(const TensorGroup& group, const Ri
   task.entry = entry;
   task.shape = group.shape(entry.shard);
   const std::size_t numClients = group.plan().numClients;
-  const std::size_t count = numPieces(task.shape, numClients);
+  const std::size_t count = numPieces(group, entry.shard);
   std::size_t numElements = 0;
   for (std::size_t piece = 0; piece < count; ++piece) {
     if (group.deviceOf(entry.shard, reducerOf(entry.shard, piece, numClients)) != peers_.device) continue;

@@ -7,10 +7,11 @@
 
 namespace coarse {
 
-DeviceRings::DeviceRings(const RingMemory& memory, std::size_t device, std::size_t numDevices,
-                         Doorbell* doorbells, const std::vector<std::size_t>& localClients,
-                         const FindGroup& findGroup, const ShardDone& shardDone)
-    : memory_(memory.memory) {
+DeviceRings::DeviceRings(const RingMemory& memory, DeviceLinks& deviceLinks, std::size_t device,
+                         std::size_t numDevices, Doorbell* doorbells,
+                         const std::vector<std::size_t>& localClients, const FindGroup& findGroup,
+                         const ShardDone& shardDone)
+    : memory_(memory.memory), links_(deviceLinks) {
   if (memory.bufferFds.size() != numDevices || memory.messages.size() != numDevices)
     throw std::invalid_argument("a proxy needs the ring memory of every device");
   constexpr auto kWritable = Mapping::Access::kReadWrite;
@@ -40,10 +41,12 @@ DeviceRings::DeviceRings(const RingMemory& memory, std::size_t device, std::size
     links.messageBytes = memory.messageBytes;
     links.nextDoorbell = &doorbells[next];
     links.previousDoorbell = &doorbells[previous];
+    links.device = device;
+    links.nextDevice = next;
     links.position = isForward ? device : (numDevices - device) % numDevices;
     links.numDevices = numDevices;
-    cores_.push_back(
-        std::make_unique<RingCore>(links, memory_->makeRingCompute(), localClients, findGroup, shardDone));
+    cores_.push_back(std::make_unique<RingCore>(links, deviceLinks, memory_->makeRingCompute(), localClients,
+                                                findGroup, shardDone));
   }
 }
 
@@ -52,7 +55,8 @@ void DeviceRings::append(const RingEntry& entry) noexcept {
 }
 
 bool DeviceRings::advance(std::size_t core, std::size_t numCores) {
-  if (!memory_->isHost()) {  // other sync cores could only divide a GPU's work
+  // Other sync cores could only divide a GPU's work, and core 0 does all pacing.
+  if (!memory_->isHost() || links_.isPaced()) {
     if (core > 0) return false;
     numCores = 1;
   }

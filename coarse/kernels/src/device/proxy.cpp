@@ -109,10 +109,10 @@ void Proxy::openRings(const RingMemory& rings, const CollectiveMemory& collectiv
   const auto findGroup = [this](std::uint32_t group) { return groups_.find(group); };
   const auto finish = [this](TensorGroup& group, const RingEntry& entry, const ShardShape& shape) {
     count(shape);
-    for (const std::size_t client : config_.localClients) finishShard(group, entry, client);
+    for (const std::size_t client : config_.localClients) letPull(group, entry, shape, client);
   };
   if (!rings.bufferFds.empty()) {
-    rings_ = std::make_unique<DeviceRings>(rings, config_.device, config_.numDevices, doorbells_,
+    rings_ = std::make_unique<DeviceRings>(rings, links_, config_.device, config_.numDevices, doorbells_,
                                            config_.localClients, findGroup, finish);
   }
   if (collectives.logsFd >= 0) {

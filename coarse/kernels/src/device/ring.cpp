@@ -11,9 +11,10 @@ constexpr std::size_t kEntryUnit = kCacheLineBytes;
 
 }  // namespace
 
-RingCore::RingCore(RingLinks links, std::unique_ptr<RingCompute> compute,
+RingCore::RingCore(RingLinks links, DeviceLinks& deviceLinks, std::unique_ptr<RingCompute> compute,
                    std::vector<std::size_t> localClients, FindGroup findGroup, ShardDone shardDone)
     : links_(links),
+      deviceLinks_(deviceLinks),
       compute_(std::move(compute)),
       localClients_(std::move(localClients)),
       findGroup_(std::move(findGroup)),
@@ -22,7 +23,7 @@ RingCore::RingCore(RingLinks links, std::unique_ptr<RingCompute> compute,
 bool RingCore::advance() {
   if (compute_->isBusy()) return compute_->advance();
   if (group_ == nullptr && !start()) return false;
-  if (receives() && !canReceive()) return false;
+  if (receives() && !hasMessage()) return false;
   if (sends() && !canSend()) return false;
   beginIteration();
   return true;
@@ -33,6 +34,7 @@ bool RingCore::start() {
   TensorGroup* group = findGroup_(entry_.group);
   if (group == nullptr) return false;  // announced by a peer before our own control thread has mapped it
   ++logPosition_;
+  if (deviceLinks_.isPaced()) clock_ = std::max(clock_, timeOf(entry_.completedAt, monotonicNow()));
   group_ = group;
   shape_ = group->shape(entry_.shard);
   const Shard& shard = group->plan().shards[entry_.shard];
@@ -55,6 +57,7 @@ bool RingCore::start() {
 
 void RingCore::finish() {
   TensorGroup& group = *std::exchange(group_, nullptr);
+  entry_.completedAt = stampOf(clock_);
   shardDone_(group, entry_, shape_);
 }
 
@@ -62,6 +65,7 @@ void RingCore::finish() {
 /// is complete.
 void RingCore::beginIteration() {
   const std::size_t p = links_.numDevices;
+  if (sends()) clock_ = std::max(clock_, links_.next->freeAt[numSent_ % kRingDepth]);
   if (describe((links_.position + 2 * p - iteration_) % p)) {
     compute_->begin(step_, [this] { endIteration(); });
   } else {
@@ -91,22 +95,45 @@ bool RingCore::describe(std::size_t entry) {
 }
 
 void RingCore::endIteration() {
-  if (sends()) {
-    links_.next->sent.store(++numSent_, std::memory_order_release);
-    links_.nextDoorbell->ring();
-  }
-  if (receives()) {
-    links_.own->consumed.store(++numReceived_, std::memory_order_release);
-    links_.previousDoorbell->ring();
-  }
+  if (sends()) send();
+  if (receives()) handBack();
   if (++iteration_ <= 2 * links_.numDevices - 2) return;
   iteration_ = 0;
   chunkStart_ += elementsPerEntry_ * links_.numDevices;
   if (chunkStart_ >= shape_.numElements) finish();
 }
 
-bool RingCore::canReceive() const noexcept {
-  return links_.own->sent.load(std::memory_order_acquire) > numReceived_;
+/// Hands the message that this iteration has written to the next device.
+void RingCore::send() {
+  const std::size_t message = numSent_ % kRingDepth;
+  const std::size_t numBytes =
+      links_.next->isEmpty[message] != 0 ? 0 : step_.numElements * accumulatorBytes(step_.dtype);
+  links_.next->arrivesAt[message] =
+      deviceLinks_.reserve(deviceLinks_.endpointOfDevice(links_.device),
+                           deviceLinks_.endpointOfDevice(links_.nextDevice), numBytes, clock_, entry_.shard);
+  links_.next->sent.store(++numSent_, std::memory_order_release);
+  links_.nextDoorbell->ring();
+}
+
+/// Gives the place of the message that this iteration has read back to the previous device.
+void RingCore::handBack() {
+  isAwaiting_ = false;
+  links_.own->freeAt[numReceived_ % kRingDepth] = clock_;
+  links_.own->consumed.store(++numReceived_, std::memory_order_release);
+  links_.previousDoorbell->ring();
+}
+
+/// Whether the next message is there, written and carried by the links.
+bool RingCore::hasMessage() {
+  if (isAwaiting_) return hasArrived_;
+  if (links_.own->sent.load(std::memory_order_acquire) <= numReceived_) return false;
+  isAwaiting_ = true;
+  hasArrived_ = false;
+  deviceLinks_.at(links_.own->arrivesAt[numReceived_ % kRingDepth], [this](MonotonicNs arrivedAt) {
+    clock_ = std::max(clock_, arrivedAt);
+    hasArrived_ = true;
+  });
+  return hasArrived_;
 }
 
 bool RingCore::canSend() const noexcept {

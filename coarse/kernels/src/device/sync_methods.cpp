@@ -40,6 +40,8 @@ class Proxy::CompleteShard {
     return algorithm_ == Algorithm::kNccl && hasOtherDevices() &&
            proxy_.collectives_->canReduce(group_, shard_);
   }
+  /// Where links are emulated, a sync core of another device could not read a shard without its links.
+  bool isOverEmulatedLinks() const noexcept { return proxy_.links_.isPaced(); }
   /// Other processors, such as GPUs, take many shards at once: more sync cores could only divide them.
   bool isForThisCore() const noexcept {
     return algorithm_ == Algorithm::kGather || numPresent_ == 0 || !isInHostMemory();
@@ -76,6 +78,7 @@ constexpr Proxy::SyncMethod Proxy::kSyncMethods[] = {
     {&CompleteShard::isUpdateAtHomeDevice, &Proxy::passToHomeDevice},
     {&CompleteShard::isForRing, &Proxy::passAroundRing},
     {&CompleteShard::isForCollective, &Proxy::proposeCollective},
+    {&CompleteShard::isOverEmulatedLinks, &Proxy::exchange},
     {&CompleteShard::isForThisCore, &Proxy::beginShard},
     {&CompleteShard::isForAnyCore, &Proxy::passToAnySyncCore},
 };
@@ -159,6 +162,18 @@ void Proxy::concludeShard(TensorGroup& group, const RingEntry& entry) noexcept {
 
 void Proxy::finishForAll(TensorGroup& group, const RingEntry& entry) noexcept {
   for (std::size_t client = 0; client < config_.numClients; ++client) finishShard(group, entry, client);
+}
+
+/// Finishes a shard for one of this device's own clients, when its links have carried the result there.
+void Proxy::letPull(TensorGroup& group, const RingEntry& entry, const ShardShape& shape, std::size_t client) {
+  if (!links_.isPaced()) return finishShard(group, entry, client);
+  const MonotonicNs due = links_.reserve(
+      links_.endpointOfDevice(config_.device), links_.endpointOfClient(client),
+      shape.numElements * itemBytes(shape.dtype), timeOf(entry.completedAt, monotonicNow()), entry.shard);
+  links_.at(due, [this, entry, client](MonotonicNs) {
+    TensorGroup* pulled = groups_.find(entry.group);
+    if (pulled != nullptr) finishShard(*pulled, entry, client);
+  });
 }
 
 void Proxy::finishShard(TensorGroup& group, const RingEntry& entry, std::size_t client) noexcept {

@@ -34,6 +34,9 @@ struct ExchangePeers {
 /// algorithm for any routes, and with one contribution per device each link carries as much as in a ring:
 /// 2(p-1)/p of the shard.
 ///
+/// Shards of other algorithms are not cut: one device in turn reduces each. So an emulated session reduces by
+/// the direct algorithm, whose sync cores are all free when a shard is ready, for they take no emulated time.
+///
 /// The ShardCompute of the tensors' memory fetches, adds and sends, and may take any time; `links` determine
 /// when transfers would have arrived.
 ///

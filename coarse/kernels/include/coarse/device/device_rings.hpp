@@ -31,14 +31,15 @@ inline constexpr std::size_t kCudaMessageBytes = 1024 * 1024;
 
 /// One memory device's part in the rings over all of them.
 ///
-/// Thread safety: append() from any thread; advance() by one caller at a time for each core; everything else
-/// while no thread advances.
+/// Thread safety: append() from any thread; advance() by one caller at a time for each core, and only core 0
+/// works on GPUs or over emulated links; everything else while no thread advances.
 class DeviceRings {
  public:
+  /// @param deviceLinks those of this device, which it shares with core 0.
   /// @param localClients whose contributions this device brings into the rings.
   /// @throws std::invalid_argument if memory of a device is missing or too small; as TensorMemory::map().
-  DeviceRings(const RingMemory& memory, std::size_t device, std::size_t numDevices, Doorbell* doorbells,
-              const std::vector<std::size_t>& localClients, const FindGroup& findGroup,
+  DeviceRings(const RingMemory& memory, DeviceLinks& deviceLinks, std::size_t device, std::size_t numDevices,
+              Doorbell* doorbells, const std::vector<std::size_t>& localClients, const FindGroup& findGroup,
               const ShardDone& shardDone);
 
   /// Makes all devices reduce a shard to which all clients have contributed. @pre the log has room.
@@ -56,6 +57,7 @@ class DeviceRings {
 
  private:
   std::shared_ptr<const TensorMemory> memory_;
+  const DeviceLinks& links_;
   Mapping logsMapping_;
   std::vector<Mapping> bufferMappings_;
   std::vector<TensorBytes> messages_;

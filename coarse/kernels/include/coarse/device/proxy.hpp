@@ -180,6 +180,7 @@ class Proxy {
   void finishNodeTasks();
   void takeMean(TensorGroup& group, const RingEntry& entry);
   void concludeShard(TensorGroup& group, const RingEntry& entry) noexcept;
+  void letPull(TensorGroup& group, const RingEntry& entry, const ShardShape& shape, std::size_t client);
   void finishShard(TensorGroup& group, const RingEntry& entry, std::size_t client) noexcept;
   void finishForAll(TensorGroup& group, const RingEntry& entry) noexcept;
   void count(const ShardShape& shape) noexcept;

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "coarse/device/group_table.hpp"
+#include "coarse/emulation/device_links.hpp"
 #include "coarse/shared_memory/layout.hpp"
 #include "coarse/shared_memory/shard_queue.hpp"
 #include "coarse/tensors/ring_step.hpp"
@@ -16,7 +17,7 @@ namespace coarse {
 
 /// Called when a shard's result is in the slots of the device's own clients. Clients of other devices may
 /// have pushed its next step by then, so `shape` gives the shard's shape in this step; do not look it up
-/// again.
+/// again. With emulated links, `entry.completedAt` is when the last message had arrived.
 using ShardDone = std::function<void(TensorGroup& group, const RingEntry& entry, const ShardShape& shape)>;
 
 /// One sync core's place in one ring.
@@ -29,6 +30,8 @@ struct RingLinks {
   std::size_t messageBytes = 0;  // of each, at most; a multiple of 512
   Doorbell* previousDoorbell = nullptr;
   Doorbell* nextDoorbell = nullptr;
+  std::size_t device = 0;
+  std::size_t nextDevice = 0;
   std::size_t position = 0;  // along the direction of the ring
   std::size_t numDevices = 0;
 };
@@ -39,13 +42,17 @@ struct RingLinks {
 /// an entry in its RecvBuf, combines it with the contributions of its own clients (LocalBuf), and writes the
 /// result (SendBuf) straight into its neighbour's RecvBuf: a RingStep.
 ///
+/// Emulated links delay each message, and steps take no time besides. The core has its own clock, which the
+/// messages move: a delay of its thread does not reach the next message.
+///
 /// advance() never blocks, so one thread can drive several rings and still serve the queues of its clients.
 /// Thread safety: one caller at a time.
 class RingCore {
  public:
+  /// @param deviceLinks those of this device; if paced, this core and all other users of them are one caller.
   /// @param localClients the clients whose contributions this device brings into the ring.
-  RingCore(RingLinks links, std::unique_ptr<RingCompute> compute, std::vector<std::size_t> localClients,
-           FindGroup findGroup, ShardDone shardDone);
+  RingCore(RingLinks links, DeviceLinks& deviceLinks, std::unique_ptr<RingCompute> compute,
+           std::vector<std::size_t> localClients, FindGroup findGroup, ShardDone shardDone);
 
   /// Begins or ends at most one iteration. @returns whether there was work.
   bool advance();
@@ -61,15 +68,18 @@ class RingCore {
   void finish();
   void beginIteration();
   void endIteration();
+  void send();
+  void handBack();
   bool describe(std::size_t entry);
   bool sends() const noexcept { return iteration_ < 2 * links_.numDevices - 2; }
   bool receives() const noexcept { return iteration_ > 0; }
-  bool canReceive() const noexcept;
+  bool hasMessage();
   bool canSend() const noexcept;
   std::size_t entryStart(std::size_t entry) const noexcept;
   std::size_t entryElements(std::size_t entry) const noexcept;
 
   RingLinks links_;
+  DeviceLinks& deviceLinks_;
   std::unique_ptr<RingCompute> compute_;
   std::vector<std::size_t> localClients_;
   FindGroup findGroup_;
@@ -78,6 +88,9 @@ class RingCore {
   std::uint64_t logPosition_ = 0;
   std::uint64_t numSent_ = 0;
   std::uint64_t numReceived_ = 0;
+  bool isAwaiting_ = false;  // the next message is on its way
+  bool hasArrived_ = false;  // and there
+  MonotonicNs clock_ = 0;    // with emulated links: until when messages have delayed this core
 
   // The shard in progress.
   TensorGroup* group_ = nullptr;

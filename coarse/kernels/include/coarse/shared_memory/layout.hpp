@@ -261,12 +261,15 @@ using ExchangeLog = RingLog;
 inline constexpr std::size_t kRingDepth = 4;
 
 /// RecvBuf of one sync core: its neighbour writes it, the core reads it. The messages' payload lies in memory
-/// of the device's kind (device_rings.hpp).
+/// of the device's kind (device_rings.hpp). Times are MonotonicNs of an emulated session, else 0.
 struct RecvBuf {
   alignas(kCacheLineBytes) std::atomic<std::uint64_t> sent;      // messages written, by the neighbour
   alignas(kCacheLineBytes) std::atomic<std::uint64_t> consumed;  // messages read, by the owner
-  // For each message: the sender, and all devices before it, had nothing to contribute.
+  std::array<std::int64_t, kRingDepth> freeAt;  // for each message: when the owner has read it, by the owner
+  // By the neighbour, for each message: it, and all devices before it, had nothing to contribute; and when
+  // the message arrives.
   alignas(kCacheLineBytes) std::array<std::uint8_t, kRingDepth> isEmpty;
+  std::array<std::int64_t, kRingDepth> arrivesAt;
 };
 
 /// The memory of one device into which its neighbours write: a RecvBuf per ring.
