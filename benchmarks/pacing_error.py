@@ -2,15 +2,16 @@
 
     python benchmarks/pacing_error.py [--machine aws-p3] [--time-dilation 10] [--repeats 15] [--json FILE]
 
-A worker times transfers of every kind, alone on idle links. The error is the median time divided by the link table's
-time, minus one. The benchmark fails if the error exceeds 5% for any transfer of 1 MiB or more. Run it on an otherwise
-idle machine.
+A worker times transfers of every kind, alone on idle links, and the reduction of one shard by every algorithm, with
+its push and pull. The error is the median time divided by the link table's time, minus one. The benchmark fails if
+the error exceeds 5% for 1 MiB or more. Run it on an otherwise idle machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,14 @@ from coarse.bench.provenance import EMULATED, Provenance, append_records
 from coarse.client.link_probes import Probe
 from coarse.kernels._native import ProbeKind
 from coarse.machine.links import LinkTable
+from coarse.schema import TensorSpec
+from coarse.session import Session
 
 NUM_WORKERS = 2
 SIZES = (64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
+ALGORITHMS = ("exchange", "ring", "direct")
+SHARD_SIZES = (1 << 20, 16 << 20)
+RING_MESSAGE_BYTES = 64 << 10
 JUDGED_FROM_BYTES = 1 << 20
 MOST_ERROR = 0.05
 
@@ -56,42 +62,86 @@ def main() -> int:
 
 
 def measure(machine: str, time_dilation: float, repeats: int) -> list[dict[str, Any]]:
-    """Starts a job of NUM_WORKERS workers and as many memory devices; returns the measurements of worker 0."""
+    """Times the links, then each algorithm."""
     settings = {"machine": machine, "time_dilation": time_dilation}
+    records = _run(settings, "probe", repeats)
+    for algorithm in ALGORITHMS:
+        reduction = {"algorithm": algorithm, "routing": "local", "dual_sync": "off"}
+        records += _run({**settings, **reduction, "shard_bytes": SHARD_SIZES[-1]}, "reduce", repeats)
+    return records
+
+
+def _run(settings: dict[str, Any], command: str, repeats: int) -> list[dict[str, Any]]:
+    """Starts a job of NUM_WORKERS workers and as many memory devices; returns the records of worker 0."""
     with WorkerPool("pacing error", PacingCommands, NUM_WORKERS, settings) as pool:
-        rows: list[dict[str, Any]] = pool.ask("measure", repeats=repeats)[0]
-    same = {"bench": "pacing-error", "machine_emulated": machine, "time_dilation": time_dilation}
-    return [{**same, **row} for row in rows]
+        records: list[dict[str, Any]] = pool.ask(command, repeats=repeats)[0]
+    return records
 
 
 class PacingCommands(SessionCommands):
     """The commands of a worker."""
 
-    def measure(self, repeats: int) -> list[dict[str, Any]]:
+    def probe(self, repeats: int) -> list[dict[str, Any]]:
         """Worker 0 times all transfers, while the links are otherwise idle."""
-        assert self.session.emulation is not None
-        probes = self.session.open_probes(SIZES[-1])
+        records = _time_probes(self.session, repeats)
         self.session.barrier()
-        rows = []
-        for name, nbytes, together, expected_s in (
-            _cases(self.session.emulation.links) if not self.rank else ()
-        ):
+        return records
+
+    def reduce(self, repeats: int) -> list[dict[str, Any]]:
+        """Times a reduction of each size."""
+        records = _time_reductions(self.session, repeats)
+        self.session.barrier()
+        return records
+
+
+def _time_probes(session: Session, repeats: int) -> list[dict[str, Any]]:
+    assert session.emulation is not None
+    probes = session.open_probes(SIZES[-1])
+    session.barrier()
+    records = []
+    if session.identity.rank == 0:
+        for name, nbytes, together, expected_s in _cases(session.emulation.links):
             probes.time_s(together, nbytes)  # touches the memory
             times_s = [probes.time_s(together, nbytes) for _ in range(repeats)]
-            errors = [time_s / expected_s - 1 for time_s in times_s]
-            rows.append(
-                {
-                    "transfer": name,
-                    "bytes": nbytes,
-                    "repeats": repeats,
-                    "expected_us": expected_s * 1e6,
-                    "median_us": statistics.median(times_s) * 1e6,
-                    "error": statistics.median(errors),
-                    "worst_error": max(errors, key=abs),
-                }
-            )
-        self.session.barrier()
-        return rows
+            records.append(_record(session, name, nbytes, expected_s, times_s))
+    return records
+
+
+def _time_reductions(session: Session, repeats: int) -> list[dict[str, Any]]:
+    assert session.emulation is not None
+    algorithm, records = session.settings.algorithm, []
+    for nbytes in SHARD_SIZES:
+        spec = TensorSpec(name="shard", dtype="float32", num_elements=nbytes // 4, op="sum")
+        group = session.register(f"{nbytes} bytes", [spec])
+        times_s = []
+        for _ in range(1 + repeats):  # the first one touches the memory
+            session.barrier()
+            begin_s = time.perf_counter()
+            group.push(0)
+            group.pull_all()
+            times_s.append((time.perf_counter() - begin_s) / session.emulation.time_dilation)
+        expected_s = _reduction_seconds(session.emulation.links, algorithm, nbytes)
+        records.append(_record(session, f"by {algorithm}", nbytes, expected_s, times_s[1:]))
+    return records
+
+
+def _record(
+    session: Session, transfer: str, nbytes: int, expected_s: float, times_s: list[float]
+) -> dict[str, Any]:
+    assert session.emulation is not None
+    errors = [time_s / expected_s - 1 for time_s in times_s]
+    return {
+        "bench": "pacing-error",
+        "machine_emulated": session.emulation.machine,
+        "time_dilation": session.emulation.time_dilation,
+        "transfer": transfer,
+        "bytes": nbytes,
+        "repeats": len(times_s),
+        "expected_us": expected_s * 1e6,
+        "median_us": statistics.median(times_s) * 1e6,
+        "error": statistics.median(errors),
+        "worst_error": max(errors, key=abs),
+    }
 
 
 def _cases(links: LinkTable) -> Iterator[tuple[str, int, list[Probe], float]]:
@@ -109,6 +159,17 @@ def _cases(links: LinkTable) -> Iterator[tuple[str, int, list[Probe], float]]:
         workers = Probe(kind=ProbeKind.BETWEEN_WORKERS, device=0, target=1)
         yield "between devices", nbytes, [devices], _seconds(links, links.device(0), links.device(1), nbytes)
         yield "between workers", nbytes, [workers], _seconds(links, worker, other, nbytes)
+
+
+def _reduction_seconds(links: LinkTable, algorithm: str, nbytes: int) -> float:
+    """Seconds of the push to the local memory device, the reduction between both devices, and the pull."""
+    worker, one, other = links.worker(0), links.device(0), links.device(1)
+    between_s = {
+        "exchange": 2 * _duplex_seconds(links, one, other, nbytes // 2),
+        "ring": nbytes / RING_MESSAGE_BYTES * _duplex_seconds(links, one, other, RING_MESSAGE_BYTES),
+        "direct": _seconds(links, other, one, nbytes) + _seconds(links, one, other, nbytes),
+    }
+    return _seconds(links, worker, one, nbytes) + between_s[algorithm] + _seconds(links, one, worker, nbytes)
 
 
 def _seconds(links: LinkTable, source: int, target: int, nbytes: int) -> float:

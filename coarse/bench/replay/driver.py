@@ -66,6 +66,16 @@ SCHEMES: Mapping[str, Scheme] = MappingProxyType(
             is_pipelined=True,
             what="always the local memory device",
         ),
+        "ring": Scheme(
+            settings={"dual_sync": "off", "algorithm": "ring"},
+            is_pipelined=True,
+            what="always the local memory device, sync cores in rings",
+        ),
+        "direct": Scheme(
+            settings={"dual_sync": "off", "algorithm": "direct"},
+            is_pipelined=True,
+            what="routing table, each shard reduced by one memory device in turn",
+        ),
         "workers": Scheme(
             settings={"dual_sync": "0"}, is_pipelined=True, what="all by the workers, in the fastest way"
         ),
