@@ -126,7 +126,8 @@ def test_a_session_adopts_routes_and_shards_of_the_machine(job, tmp_path):
     assert all(outcome.value == decisions for outcome in told)
     assert "w0: md0 below" in decisions[2]
     shard_bytes = plan_shard_size(simulated, plan_routing(simulated)).nbytes
-    assert decisions[-1].startswith(f"shards of at least {shard_bytes} bytes: smallest tested size")
+    assert decisions[-2].startswith(f"shards of at least {shard_bytes} bytes: smallest tested size")
+    assert decisions[-1] == "algorithm: exchange, the default on emulated machines"
 
 
 @pytest.mark.parametrize(
