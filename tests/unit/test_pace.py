@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coarse.bench.pace import MOST_DOUBLINGS, MOST_ERROR, Paced, PaceError, Pacing, keep_pace, lateness_us
-from coarse.client.pacing import PacingReport
+from coarse.emulation.pacing import PacingReport
 
 
 def runs_with(errors):
