@@ -249,8 +249,8 @@ class Settings:
             directly where a profile, or on GPUs a trial, shows that it is faster (on GPUs by NCCL, which adds in its
             own order); a size sets the bytes that go to the memory devices. For workers of one node; in host memory
             not with the algorithm "ring".
-        own_path: Algorithm of that direct reduction on emulated machines: "ring", "all-gather", "all-to-all", or
-            "auto" for the fastest at each size. Host memory supports only "all-to-all".
+        own_path: Algorithm of that direct reduction on emulated machines: "ring", "all-gather", "all-to-all",
+            "two-way-ring", "tree", or "auto" for the fastest at each size. Host memory supports only "all-to-all".
         gpu_transfers: "auto" moves gradients of a GPU on separate streams during backward, and leaves them there if
             a memory device is on that GPU; "wait" makes backward wait for their averages, so that no update uses
             unaveraged gradients after an error; "off" copies each one synchronously through the processor, and
@@ -386,6 +386,8 @@ class Settings:
         "ring",
         "all-gather",
         "all-to-all",
+        "two-way-ring",
+        "tree",
         is_advanced=True,
     )
     gpu_transfers: str = _choice(
@@ -450,7 +452,7 @@ class Settings:
                 f"COARSE_DENSE={self.dense} needs COARSE_MACHINE and COARSE_DUAL_SYNC=off: workers reach an emulated "
                 "memory device by loads and stores, and reduce nothing themselves"
             )
-        if self.own_path in ("ring", "all-gather") and not self.machine:
+        if self.own_path not in ("auto", "all-to-all") and not self.machine:
             raise ValueError(
                 f"COARSE_OWN_PATH={self.own_path} needs COARSE_MACHINE: workers in the host's memory reduce "
                 "all-to-all"

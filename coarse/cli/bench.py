@@ -20,7 +20,10 @@ _SYNC_PEERS = ("gloo", "mpich", "openmpi", "impi", "ucc", "horovod")
 _TRAIN_PEERS = ("ddp", "ddp-tuned", "ddp-default", "none")
 _SAVE_PEERS = ("coarse-workers", "torch", "dcp")
 _MEMORY_PEERS = ("ddp", "ddp-default", "zero", "fsdp", "coarse-overlap")
-_REPLAY_SCHEMES = ("coarse", "offload", "spread", "local", "ring", "direct", "workers", "fifo", "allreduce")
+_REPLAY_SCHEMES = (
+    *("coarse", "offload", "spread", "local", "ring", "direct", "fifo"),
+    *("workers", "allreduce", "two-way-ring", "tree"),
+)
 _DENSE_SCHEMES = ("dense", "dense-least")  # a hundred times slower, so only if they are named
 _TRACES = ("bert-large", "bert-base", "resnet50")
 _MODELS = (
@@ -364,6 +367,9 @@ def run_replay_command(arguments: argparse.Namespace) -> int:
         arguments.json,
         kind=EMULATED,
     )
+    for result in results:
+        if result.ways:
+            print(f"{result.scheme}: {result.ways}")
     return 0
 
 

@@ -36,7 +36,10 @@ _DIRECT_ALLREDUCE_FLAGS = {
     "ring": _native.DIRECT_ALLREDUCE,
     "all-gather": _native.DIRECT_ALLREDUCE | _native.ALL_GATHER,
     "all-to-all": _native.DIRECT_ALLREDUCE | _native.ALL_TO_ALL,
+    "two-way-ring": _native.DIRECT_ALLREDUCE,
+    "tree": _native.DIRECT_ALLREDUCE,
 }
+_RELAYS = {"two-way-ring": _native.TWO_WAY_RING, "tree": _native.TREE}
 
 
 class UpdateKind(enum.IntEnum):
@@ -507,8 +510,8 @@ class TensorGroup:
         Every worker calls it with the same argument, between two steps. Results stay the same.
 
         Args:
-            ways: The way of each shard: "ring", "all-gather" or "all-to-all". In the host's memory, where shards
-                cross no link, all use "all-to-all".
+            ways: The way of each shard, of coarse.profiler.direct_allreduce.WAYS. In the host's memory, where shards cross no
+                link, all use "all-to-all".
 
         Raises:
             ValueError: If cannot_use_direct_allreduce() returns a reason, or open_node_barrier() was not called.
@@ -522,7 +525,8 @@ class TensorGroup:
         shards = self._schema.partition().shards
         self._direct_shards = {shard: shards[shard].tensor for shard in ways}
         flags = [_DIRECT_ALLREDUCE_FLAGS[ways[shard]] if shard in ways else 0 for shard in range(len(shards))]
-        self._native.set_direct_allreduce_flags(self.id, flags)
+        relays = [_RELAYS.get(ways.get(shard, ""), 0) for shard in range(len(shards))]
+        self._native.set_direct_allreduce_flags(self.id, flags, relays)
 
     def needs_memory_devices(self) -> str:
         """Work of the memory devices for this group besides reducing tensors, in words; "" for none."""

@@ -1,4 +1,4 @@
-"""Chooses the way of direct all-reduce: ring, all-gather or all-to-all (docs/design/planning.md)."""
+"""Chooses the way of direct all-reduce: a ring, trees, all-gather or all-to-all (docs/design/planning.md)."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from coarse.profiler.alpha_beta import AlphaBeta
 
 AUTO = "auto"
 RING, ALL_GATHER, ALL_TO_ALL = "ring", "all-gather", "all-to-all"
+TWO_WAY_RING, TREE = "two-way-ring", "tree"
+WAYS = (RING, ALL_GATHER, ALL_TO_ALL, TWO_WAY_RING, TREE)
 
 Collectives = Mapping[str, AlphaBeta]
-"""Time of an all-reduce among the workers by each of the three ways, by its bytes."""
+"""Time of an all-reduce among the workers by each way, by its bytes."""
 
 
 def choose_collective(collectives: Collectives, nbytes: int, mode: str = AUTO) -> str:

@@ -20,6 +20,8 @@ from coarse.profiler.direct_allreduce import (
     ALL_TO_ALL,
     AUTO,
     RING,
+    TREE,
+    TWO_WAY_RING,
     Collectives,
     widest_collective,
 )
@@ -161,12 +163,19 @@ def collectives_from_links(links: LinkTable) -> Collectives:
     """
     latencies_us = {
         name: max((links.path(*pair).latency_us for pair in pairs), default=0.0)
-        for name, pairs in ((RING, _neighbours(links)), (ALL_TO_ALL, _pairs(links)))
+        for name, pairs in (
+            (RING, _neighbours(links)),
+            (ALL_TO_ALL, _pairs(links)),
+            (TWO_WAY_RING, _both_ways(_neighbours(links))),
+            (TREE, _both_ways(_tree_edges(links.num_workers))),
+        )
     }
     alpha_us = {
         RING: 2 * (links.num_workers - 1) * latencies_us[RING],
         ALL_GATHER: latencies_us[ALL_TO_ALL],
         ALL_TO_ALL: 2 * latencies_us[ALL_TO_ALL],
+        TWO_WAY_RING: 2 * (links.num_workers - 1) * latencies_us[TWO_WAY_RING],
+        TREE: 2 * _tree_height(links.num_workers) * latencies_us[TREE],
     }
     return {
         name: AlphaBeta(alpha_us=alpha, beta_gbytes_per_s=_gbytes_per_s(links, _workers_traffic(links, name)))
@@ -228,12 +237,45 @@ def _add_turn(traffic: Traffic, links: LinkTable, proxies: Sequence[int], share:
 def _workers_traffic(links: LinkTable, collective: str) -> Traffic:
     """Traffic for each byte of a tensor in direct all-reduce."""
     p = links.num_workers
-    pairs = _neighbours(links) if collective == RING else _pairs(links)
-    nbytes = {RING: ring_factor(p), ALL_GATHER: 1.0, ALL_TO_ALL: 2 / p}[collective]
+    pairs, nbytes = {
+        RING: (_neighbours(links), ring_factor(p)),
+        ALL_GATHER: (_pairs(links), 1.0),
+        ALL_TO_ALL: (_pairs(links), 2 / p),
+        TWO_WAY_RING: (_both_ways(_neighbours(links)), ring_factor(p) / 2),
+        TREE: (_both_ways(_tree_edges(p)), 1 / 2),
+    }[collective]
     traffic: Traffic = {}
     for source, target in pairs:
         _add(traffic, links.path(source, target), nbytes)
     return traffic
+
+
+def _both_ways(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    return [*pairs, *((target, source) for source, target in pairs)]
+
+
+def _tree_edges(num_workers: int) -> list[tuple[int, int]]:
+    """Child and parent in both trees of a double binary tree (kernels' own path)."""
+    p = num_workers
+    first = [(rank, _tree_parent(rank, p)) for rank in range(1, p)]
+    second = [(p - 1 - rank, p - 1 - parent) for rank, parent in first]
+    if p % 2:
+        second = [((rank + 1) % p, (parent + 1) % p) for rank, parent in first]
+    return first + second
+
+
+def _tree_parent(rank: int, num_workers: int) -> int:
+    """The parent in a binary tree over all ranks in order, whose root is 0."""
+    lowest_bit = rank & -rank
+    parent = (rank ^ lowest_bit) | (lowest_bit << 1)
+    return parent if parent < num_workers else rank ^ lowest_bit
+
+
+def _tree_height(num_workers: int) -> int:
+    def depth(rank: int) -> int:
+        return 1 + depth(_tree_parent(rank, num_workers)) if rank else 0
+
+    return max(map(depth, range(num_workers)))
 
 
 def _neighbours(links: LinkTable) -> list[tuple[int, int]]:

@@ -145,6 +145,13 @@ def test_blocked_time_is_held_against_the_faster_all_reduce():
     assert of_fastest.deviations == ["change of blocked time higher"]
 
 
+def test_the_model_and_the_algorithms_of_all_reduce_are_told():
+    blocked = exactly({fig17.COARSE: 9, fig17.RING: 40, fig17.FASTEST: 10})
+    finding = fig17.compare("aws-p3", blocked, model="bert-base", ways="tree up to 4096 bytes")
+    assert "bert-base, aws-p3" in finding.ran
+    assert finding.note.endswith("; AllReduce by tree up to 4096 bytes")
+
+
 def test_the_spread_of_blocked_time_is_that_of_both():
     spread = {
         fig17.COARSE: Measured(value=8, low=7, high=9),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -47,6 +48,14 @@ def test_every_scheme_takes_the_time_of_its_links():
     assert results["fifo"].step.min_us > results["offload"].step.min_us
     for result in results.values():
         assert result.sync_gbytes_per_s == pytest.approx(4 * MIB / result.step.p50_us / 1e3)
+
+
+def test_an_all_reduce_takes_the_fastest_way_for_each_size_and_says_so(capfd):
+    arguments = ["bench", "replay", "--machine", "aws-p3", "--model", "resnet50", "--workers", "2"]
+    assert main([*arguments, "--schemes", "workers,tree", "--no-compute", "--steps", "1"]) == 0
+    printed = capfd.readouterr().out
+    assert re.search(r"^workers: \S+ up to \d+ bytes", printed, re.MULTILINE)
+    assert re.search(r"^tree: tree up to \d+ bytes$", printed, re.MULTILINE)
 
 
 @pytest.mark.slow

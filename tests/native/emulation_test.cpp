@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <cstring>
+#include <numeric>
 #include <vector>
 
 #include "contributions.hpp"
@@ -211,6 +212,80 @@ TEST(EmulatedDirectAllReduce, AllToAllTakesTwoLatenciesAndTheBytesOfARing) {
   EXPECT_GE(step(cluster, plan, 1, kPresent | kDirectAllReduce | kAllToAll),
             2 * ((1 << 18) / 0.1e9 + 1e-3) - 1e-6);
   expectTrafficBetweenAllWorkers(cluster.pacer(), 4, 2 << 18);
+}
+
+/// Bytes that workers send to each other, by source and target, in one step with a relay on all workers.
+std::vector<std::uint64_t> relayedBytes(std::size_t numWorkers, Relay relay, double& seconds) {
+  const ClusterShape shape{numWorkers, 1, 1};
+  Cluster cluster(shape, separateLinks(shape, 0.1, 1000));
+  const GroupPlan plan = exchangedTensor(numWorkers, kMiBOfFloats, kMiBOfFloats);
+  cluster.addGroup(plan);
+  for (std::size_t worker = 0; worker < numWorkers; ++worker)
+    cluster.client(worker).setDirectAllReduceFlags(plan.id, {kDirectAllReduce},
+                                                   {static_cast<std::uint8_t>(relay)});
+  cluster.start();
+  seconds = step(cluster, plan, 1);
+  std::vector<std::uint64_t> bytes;
+  for (std::size_t source = 0; source < numWorkers; ++source)
+    for (std::size_t target = 0; target < numWorkers; ++target)
+      bytes.push_back(source == target ? 0 : cluster.pacer().statistics(source, target).numBytes);
+  return bytes;
+}
+
+constexpr std::uint64_t kHalf = 1 << 19;
+
+TEST(EmulatedDirectAllReduce, TwoWayRingSendsHalfOfTheBytesEachWayAround) {
+  double seconds = 0;
+  const std::uint64_t each = 6 * (1 << 17);  // in 6 iterations half of a quarter
+  const std::vector<std::uint64_t> expected{0, each, 0, each, each, 0, each, 0,
+                                            0, each, 0, each, each, 0, each, 0};
+  EXPECT_EQ(relayedBytes(4, Relay::kTwoWayRing, seconds), expected);
+  EXPECT_GE(seconds, 6 * ((1 << 17) / 0.1e9 + 1e-3) - 1e-6);
+}
+
+TEST(EmulatedDirectAllReduce, TreesHaveOtherInnerWorkers) {
+  double seconds = 0;
+  // One tree: 0 - 2 - {1, 3}; the other one: 3 - 1 - {2, 0}.
+  const std::vector<std::uint64_t> expected{0,     kHalf,     kHalf, 0,     kHalf, 0,     2 * kHalf, kHalf,
+                                            kHalf, 2 * kHalf, 0,     kHalf, 0,     kHalf, kHalf,     0};
+  EXPECT_EQ(relayedBytes(4, Relay::kTree, seconds), expected);
+  EXPECT_GE(seconds, 4 * (kHalf / 0.1e9 + 1e-3) - 1e-6) << "two levels up and two down";
+}
+
+class Relays : public testing::TestWithParam<std::size_t> {};
+
+TEST_P(Relays, MoveTheBytesOfAnAllReduce) {
+  const std::size_t p = GetParam();
+  for (const Relay relay : {Relay::kRing, Relay::kTwoWayRing, Relay::kTree}) {
+    double seconds = 0;
+    const std::vector<std::uint64_t> bytes = relayedBytes(p, relay, seconds);
+    const double total = static_cast<double>(std::accumulate(bytes.begin(), bytes.end(), std::uint64_t{0}));
+    EXPECT_NEAR(total / (2.0 * static_cast<double>(p - 1) * (1 << 20)), 1.0, 1e-4)
+        << p << " workers, relay " << static_cast<int>(relay);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Workers, Relays, testing::Values(2, 3, 5, 6));
+
+TEST(EmulatedDirectAllReduce, WorkersWithOtherRelaysAreReported) {
+  const ClusterShape shape{2, 1, 1};
+  Cluster cluster(shape, separateLinks(shape, 10, 1));
+  const GroupPlan plan = exchangedTensor(2, 100, 100);
+  cluster.addGroup(plan);
+  cluster.client(0).setDirectAllReduceFlags(plan.id, {kDirectAllReduce},
+                                            {static_cast<std::uint8_t>(Relay::kTree)});
+  cluster.client(1).setDirectAllReduceFlags(plan.id, {kDirectAllReduce});
+  EXPECT_THROW(cluster.client(1).setDirectAllReduceFlags(plan.id, {kDirectAllReduce}, {kNumRelays}),
+               std::invalid_argument);
+  cluster.start();
+  for (std::size_t worker = 0; worker < 2; ++worker) {
+    ASSERT_EQ(cluster.client(worker).push(plan.id, 0, kPresent, nullptr), WaitStatus::kDone);
+    cluster.client(worker).flush();
+  }
+  const auto events = cluster.events(0);
+  ASSERT_EQ(events.size(), 1U);
+  EXPECT_NE(events[0].message.find("workers disagree on whether or how they reduce shard 0"),
+            std::string::npos);
 }
 
 TEST(EmulatedDirectAllReduce, TakesTurnsWithMemoryDevicesAndAddsInTheSameOrder) {

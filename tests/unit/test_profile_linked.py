@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 from hypothesis import given
@@ -16,11 +17,14 @@ from coarse.profiler.direct_allreduce import (
     ALL_GATHER,
     ALL_TO_ALL,
     RING,
+    TREE,
+    TWO_WAY_RING,
     choose_collective,
     widest_collective,
 )
 from coarse.profiler.dual_sync import DualSyncInputs, plan_dual_sync
 from coarse.profiler.linked import (
+    _tree_edges,
     collectives_from_links,
     profile_from_links,
     spread_over_links,
@@ -202,15 +206,17 @@ def test_the_exchange_of_devices_costs_the_bytes_of_its_protocol(proxies):
 
 
 def test_collectives_among_workers_count_the_links_that_pairs_share():
-    """Two workers: all three send every byte once, or half of it twice."""
+    """Two workers: all ways send every byte once, or half of it twice."""
     collectives = collectives_from_links(two_by_two(lane=10, pair=8))
     assert {name: each.beta_gbytes_per_s for name, each in collectives.items()} == pytest.approx(
-        {RING: 8, ALL_GATHER: 8, ALL_TO_ALL: 8}
+        {RING: 8, ALL_GATHER: 8, ALL_TO_ALL: 8, TWO_WAY_RING: 8, TREE: 8}
     )
     assert {name: each.alpha_us for name, each in collectives.items()} == {
         RING: 6,
         ALL_GATHER: 3,
         ALL_TO_ALL: 6,
+        TWO_WAY_RING: 6,
+        TREE: 6,
     }
     assert choose_collective(collectives, 1 << 30) == widest_collective(collectives) == ALL_GATHER
     assert choose_collective(collectives, 1 << 10, RING) == widest_collective(collectives, RING) == RING
@@ -230,6 +236,32 @@ def test_a_ring_uses_one_link_of_each_worker_and_all_to_all_every_one():
     collectives = collectives_from_links(links)
     assert collectives[RING].beta_gbytes_per_s == pytest.approx(8.32 / 1.5)
     assert collectives[ALL_TO_ALL].beta_gbytes_per_s == pytest.approx(13 / 1.5)
+
+
+def test_a_ring_of_both_directions_and_trees_use_two_links_of_each_worker():
+    """aws-p3: a worker's lane limits the ring, and of the trees it carries two tensors out of an inner worker."""
+    links, _ = links_of("aws-p3")
+    collectives = collectives_from_links(links)
+    assert collectives[TWO_WAY_RING].beta_gbytes_per_s == pytest.approx(13 / 1.5)
+    assert collectives[TREE].beta_gbytes_per_s == pytest.approx(13 / 2)
+    assert collectives[TWO_WAY_RING].alpha_us == pytest.approx(collectives[RING].alpha_us)
+    assert collectives[TREE].alpha_us == pytest.approx(4 * 22), "two levels up, two down"
+
+
+@pytest.mark.parametrize("num_workers", range(1, 33))
+def test_trees_connect_all_workers_and_no_worker_has_children_in_both(num_workers):
+    edges = _tree_edges(num_workers)
+    trees = edges[: num_workers - 1], edges[num_workers - 1 :]
+    for tree in trees:
+        parents = dict(tree)
+        assert len(parents) == num_workers - 1
+        for worker in parents:
+            path = [worker]
+            while path[-1] in parents:
+                path.append(parents[path[-1]])
+                assert len(path) <= math.ceil(math.log2(num_workers)) + 1
+    inner = [{parent for _, parent in tree} & set(dict(tree)) for tree in trees]  # without the root
+    assert not inner[0] & inner[1]
 
 
 def plan_bert_large(machine, forward_s, backward_s):

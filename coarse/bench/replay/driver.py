@@ -20,9 +20,11 @@ from coarse.bench.harness.commands import WorkerJob
 from coarse.bench.harness.rendezvous import join_session
 from coarse.bench.harness.worker_pool import Progress, WorkerPool, time_for
 from coarse.bench.pace import Paced, Pacing, keep_pace, lateness_us
+from coarse.bench.replay.allreduce_tuner import choose_ways, describe_ways
 from coarse.bench.replay.trace import ComputeTrace, compute_until
 from coarse.bench.timing import Timing, slowest_worker
 from coarse.emulation.pacing import PacingReport
+from coarse.profiler.direct_allreduce import RING, TREE, TWO_WAY_RING, WAYS
 from coarse.settings import Settings
 from coarse.tuning.first_steps import TIMED_STEPS
 
@@ -41,11 +43,14 @@ class Scheme:
         is_pipelined: Whether a tensor is pushed as soon as it is ready. Otherwise first-in-first-out: its push waits
             for the pull of the tensor before it (paper, Fig 9).
         what: Description in words.
+        ways: Ways of an all-reduce among the workers (coarse.profiler.direct_allreduce), the fastest for each size by
+            measurement; () if the settings decide.
     """
 
     settings: Mapping[str, Any]
     is_pipelined: bool
     what: str
+    ways: tuple[str, ...] = ()
 
 
 SCHEMES: Mapping[str, Scheme] = MappingProxyType(
@@ -77,7 +82,10 @@ SCHEMES: Mapping[str, Scheme] = MappingProxyType(
             what="routing table, each shard reduced by one memory device in turn",
         ),
         "workers": Scheme(
-            settings={"dual_sync": "0"}, is_pipelined=True, what="all by the workers, in the fastest way"
+            settings={"dual_sync": "off"},
+            is_pipelined=True,
+            what="all by the workers, measured fastest way by size",
+            ways=WAYS,
         ),
         "fifo": Scheme(
             settings={"dual_sync": "off", "shard_bytes": _WHOLE_TENSORS},
@@ -95,15 +103,28 @@ SCHEMES: Mapping[str, Scheme] = MappingProxyType(
             what="DENSE with the smallest slow-down that the paper gives",
         ),
         "allreduce": Scheme(
-            settings={"dual_sync": "0", "own_path": "ring"},
+            settings={"dual_sync": "off"},
             is_pipelined=True,
-            what="ring over the workers' own links",
+            what="one-way ring over the workers' own links",
+            ways=(RING,),
+        ),
+        "two-way-ring": Scheme(
+            settings={"dual_sync": "off"},
+            is_pipelined=True,
+            what="rings in both directions over the workers' own links",
+            ways=(TWO_WAY_RING,),
+        ),
+        "tree": Scheme(
+            settings={"dual_sync": "off"},
+            is_pipelined=True,
+            what="double binary tree over the workers' own links",
+            ways=(TREE,),
         ),
     }
 )
 """Schemes by their names on the command line."""
 
-ALL_REDUCES = ("allreduce", "workers")
+ALL_REDUCES = ("allreduce", "two-way-ring", "tree", "workers")
 """Schemes without memory devices; the one with the shortest blocked time is the reference."""
 
 
@@ -170,6 +191,9 @@ class ReplayResult:
     pacing: Pacing
     """How exactly its links were paced; of several rounds the worst. Its time dilation may exceed the plan's."""
 
+    ways: str = ""
+    """The ways of an all-reduce by size, in words; "" for schemes with memory devices."""
+
     @property
     def blocked_us(self) -> float:
         """The step's wait for its gradients: the median step minus the computation."""
@@ -198,6 +222,7 @@ class ReplayResult:
             "compute_source": trace.source if plan.has_compute else "none",
             "blocked_us": self.blocked_us,
             "decisions": list(self.decisions),
+            "ways": self.ways,
         }
 
 
@@ -214,6 +239,7 @@ class ReplayCommands:
         self._job = replace(job, options={**options, **self._scheme.settings, "replan_steps": 0})
         self._session: Any = None
         self._group: Any = None
+        self._ways: dict[int, str] = {}
 
     def setup(self) -> int:
         self._session = join_session(self._job, Settings.from_environment())
@@ -223,11 +249,15 @@ class ReplayCommands:
     def verify(self) -> list[str]:
         """Takes a step on known numbers, and the steps from which a session learns; returns its decisions.
 
+        Chooses the ways of an all-reduce before.
         Later steps keep the same numbers, because they are means of equal numbers.
 
         Raises:
             ValueError: If a mean is wrong.
         """
+        if self._scheme.ways:
+            self._ways = choose_ways(self._session, self._group, self._scheme.ways)
+            self._group.use_direct_allreduce(self._ways)
         expected = (2**self._job.num_workers - 1) / self._job.num_workers
         buffers = [
             np.frombuffer(self._group.buffer(i), dtype=e.dtype) for i, e in enumerate(self._trace.events)
@@ -249,6 +279,10 @@ class ReplayCommands:
         """Takes `steps` steps after one uncounted step; returns the emulated seconds of each."""
         self._step()
         return [self._step() for _ in range(steps)]
+
+    def ways(self) -> str:
+        """The ways of an all-reduce by size, in words; "" without a choice."""
+        return describe_ways(self._group.shard_sizes(), self._ways)
 
     def pacing(self) -> dict[str, Any]:
         """The fields of the session's PacingReport."""
@@ -311,12 +345,14 @@ class _Turn:
 
     seconds: np.ndarray[Any, np.dtype[np.float64]]
     decisions: tuple[str, ...]
+    ways: str
 
 
 def _take_turn(plan: ReplayPlan, scheme: str, time_dilation: float) -> Paced[_Turn]:
     plan = replace(plan, time_dilation=time_dilation)
     with _pool(plan, scheme) as pool:
         decisions = tuple(line for answer in pool.ask("verify") for line in answer)
+        ways = pool.ask("ways")[0]
         before = PacingReport(**pool.ask("pacing")[0])
         seconds = slowest_worker(
             pool.ask("run", time_for(plan.steps, stretch=plan.time_dilation), steps=plan.steps)
@@ -325,7 +361,7 @@ def _take_turn(plan: ReplayPlan, scheme: str, time_dilation: float) -> Paced[_Tu
     step_s = float(np.median(seconds))
     measured_s = max(step_s - plan.compute_s, _LEAST_BLOCKED * step_s)
     return Paced(
-        value=_Turn(seconds=seconds, decisions=decisions),
+        value=_Turn(seconds=seconds, decisions=decisions, ways=ways),
         pacing=Pacing(
             lateness_us=late_us, error=late_us * 1e-6 / measured_s, time_dilation=plan.time_dilation
         ),
@@ -340,6 +376,7 @@ def _result(plan: ReplayPlan, scheme: str, turns: Sequence[Paced[_Turn]]) -> Rep
         plan=plan,
         step=Timing.from_seconds(np.concatenate([turn.value.seconds for turn in turns])),
         decisions=turns[-1].value.decisions,
+        ways=turns[-1].value.ways,
         pacing=replace(worst, time_dilation=max(pacing.time_dilation for pacing in pacings)),
     )
 

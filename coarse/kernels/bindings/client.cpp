@@ -53,6 +53,8 @@ void registerClient(py::module_& module) {
   module.attr("DIRECT_ALLREDUCE") = static_cast<int>(kDirectAllReduce);
   module.attr("ALL_GATHER") = static_cast<int>(kAllGather);
   module.attr("ALL_TO_ALL") = static_cast<int>(kAllToAll);
+  module.attr("TWO_WAY_RING") = static_cast<int>(Relay::kTwoWayRing);
+  module.attr("TREE") = static_cast<int>(Relay::kTree);
   module.attr("BY_NCCL") = static_cast<int>(kByNccl);
   module.attr("UPDATE") = static_cast<int>(kUpdate);
   module.attr("REDUCED") = static_cast<int>(kReduced);
@@ -99,7 +101,8 @@ void registerClient(py::module_& module) {
       .def("copy_pieces", &Client::copyPieces, py::arg("group"), py::arg("shards"), ReleaseGil())
       .def("remove_group", &Client::removeGroup, py::arg("group"))
       .def("set_routes", &Client::setRoutes, py::arg("group"), py::arg("routes"))
-      .def("set_direct_allreduce_flags", &Client::setDirectAllReduceFlags, py::arg("group"), py::arg("flags"))
+      .def("set_direct_allreduce_flags", &Client::setDirectAllReduceFlags, py::arg("group"), py::arg("flags"),
+           py::arg("relays") = std::vector<std::uint8_t>{})
       .def(
           "push",
           [](Client& client, std::uint32_t group, std::uint32_t tensor, std::uint8_t flags,

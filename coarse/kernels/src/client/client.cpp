@@ -70,6 +70,7 @@ void Client::addGroup(GroupPlan plan, std::size_t client, int controlFd, std::sh
   }
   group->routes = std::move(routes);
   group->directAllReduceFlags.assign(plan.shards.size(), 0);
+  group->relays.assign(plan.shards.size(), 0);
   group->plan = std::move(plan);
   const std::uint32_t id = group->plan.id;
   const std::lock_guard lock(groupsMutex_);
@@ -88,15 +89,23 @@ void Client::setRoutes(std::uint32_t groupId, std::vector<std::uint16_t> routes)
   group.routes = std::move(routes);
 }
 
-void Client::setDirectAllReduceFlags(std::uint32_t groupId, std::vector<std::uint8_t> flags) {
+void Client::setDirectAllReduceFlags(std::uint32_t groupId, std::vector<std::uint8_t> flags,
+                                     std::vector<std::uint8_t> relays) {
   Group& group = find(groupId);
-  if (flags.size() != group.plan.shards.size()) throw std::invalid_argument("every shard needs its flags");
+  const std::size_t numShards = group.plan.shards.size();
+  if (relays.empty()) relays.assign(numShards, 0);
+  if (flags.size() != numShards || relays.size() != numShards)
+    throw std::invalid_argument("every shard needs its flags and its relay");
   for (const std::uint8_t each : flags) {
     if ((each & ~kDirectAllReduceFlags) != 0)
       throw std::invalid_argument("flags that are not of direct all-reduce");
   }
+  for (const std::uint8_t each : relays) {
+    if (each >= kNumRelays) throw std::invalid_argument("there is no such relay");
+  }
   const std::lock_guard lock(postMutex_);
   group.directAllReduceFlags = std::move(flags);
+  group.relays = std::move(relays);
 }
 
 void Client::checkRoutes(const GroupPlan& plan, const std::vector<std::uint16_t>& routes) const {
@@ -183,6 +192,7 @@ WaitStatus Client::postShard(const Group& group, std::uint32_t shard, std::uint3
   descriptor.shard = shard;
   descriptor.step = step;
   descriptor.flags = static_cast<std::uint8_t>(flags | group.directAllReduceFlags[shard]);
+  descriptor.op = group.relays[shard];
   const Shard& plan = group.plan.shards[shard];
   return postDescriptor(group.routes[shard], descriptor, plan.numElements * itemBytes(plan.dtype), health);
 }

@@ -76,6 +76,7 @@ std::string rejection(const TensorGroup* group, std::size_t client, const Descri
   const Shard& shard = group->plan().shards[descriptor.shard];
   if ((descriptor.flags & kDirectAllReduce) != 0 && !canUseDirectAllReduce(*group, shard, descriptor.flags))
     return "shard " + std::to_string(descriptor.shard) + " has no path among the workers";
+  if ((descriptor.flags & kDirectAllReduce) != 0 && descriptor.op >= kNumRelays) return "unknown relay";
   if ((descriptor.flags & (kUpdate | kMeasure)) != 0 && !group->plan().hasOptimizer)
     return "an update, or a mean to be measured, in a group without an optimizer";
   if (shard.algorithm == Algorithm::kProbe) return prober.rejection(*group, descriptor);

@@ -4,6 +4,31 @@
 #include <utility>
 
 namespace coarse {
+namespace {
+
+/// The parent of a rank in a binary tree over all ranks in order, whose root is 0 and whose leaves are odd.
+std::size_t parentOf(std::size_t rank, std::size_t numRanks) {
+  const std::size_t lowestBit = rank & (~rank + 1);
+  const std::size_t parent = (rank ^ lowestBit) | (lowestBit << 1);
+  return parent < numRanks ? parent : rank ^ lowestBit;
+}
+
+std::size_t depthOf(std::size_t rank, std::size_t numRanks) {
+  return rank == 0 ? 0 : 1 + depthOf(parentOf(rank, numRanks), numRanks);
+}
+
+std::size_t heightOf(std::size_t numRanks) {
+  std::size_t height = 0;
+  for (std::size_t rank = 0; rank < numRanks; ++rank) height = std::max(height, depthOf(rank, numRanks));
+  return height;
+}
+
+/// The worker with a rank in the second tree: mirrored, or with an odd number shifted by one.
+std::size_t inSecondTree(std::size_t rank, std::size_t numRanks) {
+  return numRanks % 2 == 0 ? numRanks - 1 - rank : (rank + 1) % numRanks;
+}
+
+}  // namespace
 
 EmulatedDirectAllReduce::EmulatedDirectAllReduce(DeviceLinks& links, FindGroup findGroup, Reduce reduce)
     : links_(links), findGroup_(std::move(findGroup)), reduce_(std::move(reduce)) {}
@@ -22,7 +47,41 @@ EmulatedDirectAllReduce::Task EmulatedDirectAllReduce::makeTask(const TensorGrou
   const std::uint8_t path = group.directAllReduceFlags(entry.shard);
   if ((path & kAllGather) != 0) return {entry, p, 1, p - 1, whole};
   if ((path & kAllToAll) != 0) return {entry, p, 2, p - 1, part};
+  switch (group.relay(entry.shard)) {
+    case Relay::kTwoWayRing:
+      return {entry, p, 2 * (p - 1), 1, (part + 1) / 2, true};
+    case Relay::kTree:
+      return {entry, p, 2 * heightOf(p), 0, (whole + 1) / 2};
+    case Relay::kRing:
+      break;
+  }
   return {entry, p, 2 * (p - 1), 1, part};
+}
+
+void EmulatedDirectAllReduce::forEachTransfer(const Task& task, std::size_t iteration, const Send& send) {
+  if (task.numTargets == 0) return forEachTransferInTrees(task, iteration, send);
+  for (std::size_t distance = 1; distance <= task.numTargets; ++distance) {
+    for (std::size_t worker = 0; worker < task.numWorkers; ++worker) {
+      const std::size_t target = (worker + distance) % task.numWorkers;
+      send(worker, target);
+      if (task.isTwoWay) send(target, worker);
+    }
+  }
+}
+
+/// First the deepest workers send to their parents, at last the roots have sent to their children.
+void EmulatedDirectAllReduce::forEachTransferInTrees(const Task& task, std::size_t iteration,
+                                                     const Send& send) {
+  const std::size_t p = task.numWorkers, height = task.numIterations / 2;
+  const bool isUp = iteration < height;
+  const std::size_t depth = isUp ? height - iteration : iteration - height + 1;
+  for (std::size_t rank = 1; rank < p; ++rank) {
+    if (depthOf(rank, p) != depth) continue;
+    const std::size_t parent = parentOf(rank, p);
+    const std::size_t first = isUp ? rank : parent, second = isUp ? parent : rank;
+    send(first, second);
+    send(inSecondTree(first, p), inSecondTree(second, p));
+  }
 }
 
 void EmulatedDirectAllReduce::iterate(const Task& task, std::size_t iteration, MonotonicNs sentAt) {
@@ -32,13 +91,10 @@ void EmulatedDirectAllReduce::iterate(const Task& task, std::size_t iteration, M
     return;
   }
   MonotonicNs due = sentAt;
-  for (std::size_t distance = 1; distance <= task.numTargets; ++distance) {
-    for (std::size_t worker = 0; worker < task.numWorkers; ++worker) {
-      const std::size_t target = (worker + distance) % task.numWorkers;
-      due = std::max(due, links_.reserve(links_.endpointOfClient(worker), links_.endpointOfClient(target),
-                                         task.numBytes, sentAt, task.entry.shard));
-    }
-  }
+  forEachTransfer(task, iteration, [&](std::size_t source, std::size_t target) {
+    due = std::max(due, links_.reserve(links_.endpointOfClient(source), links_.endpointOfClient(target),
+                                       task.numBytes, sentAt, task.entry.shard));
+  });
   links_.at(due, [this, task, iteration](MonotonicNs arrivedAt) { iterate(task, iteration + 1, arrivedAt); });
 }
 

@@ -20,9 +20,13 @@ std::string nameOf(std::size_t client, const std::vector<int>& ranks) {
 }
 
 std::string directAllReduceDisagreement(const TensorGroup& group, std::uint32_t shard) {
-  const std::uint8_t path = group.directAllReduceFlags(shard);
+  const std::uint8_t flags = group.directAllReduceFlags(shard);
+  const bool hasRelay = (flags & kDirectAllReduce) != 0;
   for (std::size_t client = 1; client < group.plan().numClients; ++client) {
-    if ((group.control().contribution(shard, client).flags & kDirectAllReduceFlags) == path) continue;
+    const Contribution& other = group.control().contribution(shard, client);
+    if ((other.flags & kDirectAllReduceFlags) == flags &&
+        (!hasRelay || static_cast<Relay>(other.op) == group.relay(shard)))
+      continue;
     return "workers disagree on whether or how they reduce shard " + std::to_string(shard) +
            " themselves: workers 0 and " + std::to_string(client) + " do not agree";
   }

@@ -104,9 +104,11 @@ class Client {
   /// Sets the memory devices that take shards pushed from now on.
   /// @throws std::invalid_argument unless there is one for each shard.
   void setRoutes(std::uint32_t group, std::vector<std::uint16_t> routes);
-  /// Sets the way of each shard from its next push on: kDirectAllReduceFlags.
-  /// @throws std::invalid_argument unless each shard has valid flags.
-  void setDirectAllReduceFlags(std::uint32_t group, std::vector<std::uint8_t> flags);
+  /// Sets the way of each shard from its next push on: kDirectAllReduceFlags, and a Relay; all kRing if
+  /// `relays` is empty.
+  /// @throws std::invalid_argument unless each shard has valid flags and a valid relay.
+  void setDirectAllReduceFlags(std::uint32_t group, std::vector<std::uint8_t> flags,
+                               std::vector<std::uint8_t> relays = {});
 
   /// Contributes tensor `tensor` of `group`. With a `source`, copies its bytes to the slot first, shard by
   /// shard, and notifies the memory device of each shard when it is copied.
@@ -190,6 +192,7 @@ class Client {
     std::vector<Mapping> peers;          // slots of all clients, read-only; empty if only devices reduce
     std::vector<std::uint16_t> routes;
     std::vector<std::uint8_t> directAllReduceFlags;  // of each shard
+    std::vector<std::uint8_t> relays;                // likewise
     std::vector<ClientTensor> tensors;
   };
 

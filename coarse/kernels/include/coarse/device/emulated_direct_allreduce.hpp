@@ -15,6 +15,9 @@ namespace coarse {
 /// section III-F). The flags of the contributions select how the p workers reduce a shard of n bytes:
 ///
 /// - ring: in 2(p-1) iterations each worker sends n/p bytes to the next one, as NCCL's ring does;
+/// - two-way ring: half of these bytes to the next one, the others to the previous one;
+/// - tree: each half of the bytes goes up a binary tree and down again, level by level. The inner workers of
+///   one tree are leaves of the other, as in NCCL's double binary tree;
 /// - all-gather: each sends all n bytes to every other one, at once;
 /// - all-to-all: each sends n/p bytes to every other one, which sums them and sends its sum to all.
 ///
@@ -39,11 +42,16 @@ class EmulatedDirectAllReduce {
     RingEntry entry;
     std::size_t numWorkers = 0;
     std::size_t numIterations = 0;
-    std::size_t numTargets = 0;  // workers that each one sends to in an iteration: the next ones
-    std::size_t numBytes = 0;    // sent to each of them
+    std::size_t numTargets = 0;  // workers that each one sends to in an iteration: the next ones; 0 in a tree
+    std::size_t numBytes = 0;    // of a transfer
+    bool isTwoWay = false;       // whether workers send to the previous one, too
   };
+  /// Called with the source and the target of a transfer.
+  using Send = std::function<void(std::size_t source, std::size_t target)>;
 
   static Task makeTask(const TensorGroup& group, const RingEntry& entry);
+  static void forEachTransfer(const Task& task, std::size_t iteration, const Send& send);
+  static void forEachTransferInTrees(const Task& task, std::size_t iteration, const Send& send);
   void iterate(const Task& task, std::size_t iteration, MonotonicNs sentAt);
 
   DeviceLinks& links_;

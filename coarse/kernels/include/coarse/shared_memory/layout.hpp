@@ -71,7 +71,7 @@ enum : std::uint8_t {
   kJoined = 2,           // the client has run out of inputs and does not count in a mean
   kDirectAllReduce = 4,  // the workers reduce this shard themselves; the contribution stays with its worker
   kAllGather = 8,        // direct all-reduce by all-gather
-  kAllToAll = 16,        // direct all-reduce by all-to-all; with neither flag, by a ring
+  kAllToAll = 16,        // direct all-reduce by all-to-all; with neither flag, by a Relay
   kByNccl = 24,          // both flags: by NCCL, with zeros for a client without a contribution
   kUpdate = 32,          // the mean updates the parameter (update.hpp); slots stay unchanged
   kReduced = 64,         // with kUpdate: slots hold the mean of an earlier step; the first slot is used
@@ -86,6 +86,10 @@ constexpr bool isUpdateByMean(std::uint8_t flags) noexcept {
 /// The flags of direct all-reduce, on which all contributions to a shard must agree.
 inline constexpr std::uint8_t kDirectAllReduceFlags = kDirectAllReduce | kAllGather | kAllToAll;
 
+/// How a shard of direct all-reduce passes from worker to worker, with neither kAllGather nor kAllToAll.
+enum class Relay : std::uint8_t { kRing = 0, kTwoWayRing = 1, kTree = 2 };
+inline constexpr std::uint8_t kNumRelays = 3;
+
 /// One client's notice that its contribution to a shard lies in its slot.
 struct Descriptor {
   std::uint32_t group = 0;
@@ -94,7 +98,7 @@ struct Descriptor {
   std::uint32_t numElements = 0;  // only for a dynamic shard, as are dtype and op
   std::uint8_t flags = 0;
   std::uint8_t dtype = 0;
-  std::uint8_t op = 0;
+  std::uint8_t op = 0;         // on the workers' own path: a Relay
   std::uint8_t slotOwner = 0;  // only for a probe
   std::uint32_t sentAt = 0;    // low bits of the clock; in emulated sessions
 };

@@ -177,6 +177,10 @@ class TensorGroup {
   bool isByNccl(std::uint32_t shard) const noexcept;
   /// The shard's flags among kDirectAllReduceFlags. @pre all contributions have arrived and agree.
   std::uint8_t directAllReduceFlags(std::uint32_t shard) const noexcept;
+  /// For a shard of direct all-reduce, with neither kAllGather nor kAllToAll.
+  Relay relay(std::uint32_t shard) const noexcept {
+    return static_cast<Relay>(control_.contribution(shard, 0).op);
+  }
   /// The memory device that took the client's contribution.
   std::size_t deviceOf(std::uint32_t shard, std::size_t client) const noexcept {
     return control_.contribution(shard, client).device;
