@@ -90,7 +90,14 @@ def test_dual_synchronisation_changes_no_bit(job):
 
 
 @pytest.mark.parametrize(
-    ("own_path", "num_transfers"), [("ring", 4 * 3), ("all-gather", 3 * 2), ("all-to-all", 2 * 3 * 2)]
+    ("own_path", "num_transfers"),
+    [
+        ("ring", 4 * 3),
+        ("all-gather", 3 * 2),
+        ("all-to-all", 2 * 3 * 2),
+        ("two-way-ring", 4 * 3 * 2),
+        ("tree", 2 * 2 * 2),
+    ],
 )
 def test_the_way_of_direct_allreduce_changes_transfers_and_no_bit(job, own_path, num_transfers):
     def worker(me, how):
