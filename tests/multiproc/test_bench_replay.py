@@ -54,8 +54,8 @@ def test_an_all_reduce_takes_the_fastest_way_for_each_size_and_says_so(capfd):
     arguments = ["bench", "replay", "--machine", "aws-p3", "--model", "resnet50", "--workers", "2"]
     assert main([*arguments, "--schemes", "workers,tree", "--no-compute", "--steps", "1"]) == 0
     printed = capfd.readouterr().out
-    assert re.search(r"^workers: \S+ up to \d+ bytes", printed, re.MULTILINE)
-    assert re.search(r"^tree: tree up to \d+ bytes$", printed, re.MULTILINE)
+    assert re.search(r"^workers: \S+ up to \d+ ([KM]i)?B", printed, re.MULTILINE)
+    assert re.search(r"^tree: tree up to \d+ MiB$", printed, re.MULTILINE)
 
 
 @pytest.mark.slow

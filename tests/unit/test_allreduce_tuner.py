@@ -27,8 +27,8 @@ def test_a_size_is_measured_at_most_twice_as_large(nbytes):
 @pytest.mark.parametrize(
     ("sizes", "ways", "words"),
     [
-        ([8, 16, 64], {0: "tree", 1: "tree", 2: "ring"}, "tree up to 16 bytes, ring up to 64 bytes"),
-        ([8], {0: "ring"}, "ring up to 8 bytes"),
+        ([8, 1000, 4096], {0: "tree", 1: "tree", 2: "ring"}, "tree up to 1 KiB, ring up to 4 KiB"),
+        ([8], {0: "ring"}, "ring up to 8 B"),
         ([8], {}, ""),
     ],
 )

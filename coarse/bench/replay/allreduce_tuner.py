@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
+from coarse.bench.sync import format_bytes
 from coarse.client.tensor_group import TensorGroup
 from coarse.schema import TensorSpec
 from coarse.session import Session
@@ -108,7 +109,7 @@ def describe_ways(sizes: Sequence[int], ways: Mapping[int, str]) -> str:
         if ranges and ranges[-1][1] == way:
             ranges.pop()
         ranges.append((nbytes, way))
-    return ", ".join(f"{way} up to {nbytes} bytes" for nbytes, way in ranges)
+    return ", ".join(f"{way} up to {format_bytes(nbytes)}" for nbytes, way in ranges)
 
 
 def _from_json(text: bytes) -> Seconds:
