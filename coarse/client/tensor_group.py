@@ -510,8 +510,8 @@ class TensorGroup:
         Every worker calls it with the same argument, between two steps. Results stay the same.
 
         Args:
-            ways: The way of each shard, of coarse.profiler.direct_allreduce.WAYS. In the host's memory, where shards cross no
-                link, all use "all-to-all".
+            ways: The way of each shard, of coarse.profiler.direct_allreduce.WAYS. In the host's memory, where shards
+                cross no link, all use "all-to-all".
 
         Raises:
             ValueError: If cannot_use_direct_allreduce() returns a reason, or open_node_barrier() was not called.
