@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
-from coarse.bench.sync import format_bytes
+from coarse.bench.sync.driver import format_bytes
 from coarse.client.tensor_group import TensorGroup
 from coarse.schema import TensorSpec
 from coarse.session import Session
