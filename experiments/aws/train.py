@@ -154,7 +154,8 @@ def _wrap_fsdp(module: Any, device: torch.device) -> Any:
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     mesh = dist.device_mesh.init_device_mesh(device.type, (dist.get_world_size(),))
     _broadcast(module)
-    for layers in [each for each in module.modules() if isinstance(each, torch.nn.ModuleList)]:
+    lists = [each for each in module.modules() if isinstance(each, torch.nn.ModuleList)]
+    for layers in reversed(lists):  # inner ones first
         for layer in layers:
             fully_shard(layer, mesh=mesh)
     return fully_shard(module, mesh=mesh)
