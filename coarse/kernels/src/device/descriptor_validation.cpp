@@ -10,7 +10,7 @@ namespace {
 constexpr std::size_t kMostContributionsToGpu = 128;
 
 /// Whether the workers can reduce such a shard themselves: over emulated links, in memory that they share, or
-/// by NCCL. The path through memory devices does not matter.
+/// by NCCL. Its algorithm in memory devices does not matter there.
 bool canUseDirectAllReduce(const TensorGroup& group, const Shard& shard, std::uint8_t flags) noexcept {
   if (shard.algorithm == Algorithm::kExchange) return true;
   const bool isCoherent = shard.algorithm == Algorithm::kDirect || shard.algorithm == Algorithm::kGather;
@@ -75,7 +75,7 @@ std::string rejection(const TensorGroup* group, std::size_t client, const Descri
   }
   const Shard& shard = group->plan().shards[descriptor.shard];
   if ((descriptor.flags & kDirectAllReduce) != 0 && !canUseDirectAllReduce(*group, shard, descriptor.flags))
-    return "shard " + std::to_string(descriptor.shard) + " has no path among the workers";
+    return "shard " + std::to_string(descriptor.shard) + " cannot be reduced by direct all-reduce";
   if ((descriptor.flags & kDirectAllReduce) != 0 && descriptor.op >= kNumRelays) return "unknown relay";
   if ((descriptor.flags & (kUpdate | kMeasure)) != 0 && !group->plan().hasOptimizer)
     return "an update, or a mean to be measured, in a group without an optimizer";

@@ -44,9 +44,9 @@ EmulatedDirectAllReduce::Task EmulatedDirectAllReduce::makeTask(const TensorGrou
   const std::size_t whole =
       group.numPresent(entry.shard) == 0 ? 0 : shape.numElements * itemBytes(shape.dtype);
   const std::size_t part = (whole + p - 1) / p;
-  const std::uint8_t path = group.directAllReduceFlags(entry.shard);
-  if ((path & kAllGather) != 0) return {entry, p, 1, p - 1, whole};
-  if ((path & kAllToAll) != 0) return {entry, p, 2, p - 1, part};
+  const std::uint8_t flags = group.directAllReduceFlags(entry.shard);
+  if ((flags & kAllGather) != 0) return {entry, p, 1, p - 1, whole};
+  if ((flags & kAllToAll) != 0) return {entry, p, 2, p - 1, part};
   switch (group.relay(entry.shard)) {
     case Relay::kTwoWayRing:
       return {entry, p, 2 * (p - 1), 1, (part + 1) / 2, true};

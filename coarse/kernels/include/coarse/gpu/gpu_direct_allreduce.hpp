@@ -26,14 +26,14 @@ class GpuDirectAllReduce {
  public:
   /// @param communicator of the group's workers; no one else uses it meanwhile.
   /// @param plan of the group; must outlive this.
-  /// @param shards summed on this path, in the order of all workers: sums or means of float32 or float64.
+  /// @param shards summed by this, in the order of all workers: sums or means of float32 or float64.
   /// @param bucketBytes minimum size that NCCL gets at once.
   /// @throws std::invalid_argument for a shard that does not exist, occurs twice or is of another kind.
   GpuDirectAllReduce(std::shared_ptr<nccl::Communicator> communicator, const GroupPlan& plan,
                      const std::vector<std::uint32_t>& shards, std::size_t bucketBytes);
 
   bool has(std::uint32_t shard) const noexcept { return isTaken_[shard]; }
-  /// Takes the next step's contribution to those of these shards that are on this path. The first shard lies
+  /// Takes the next step's contribution to those of these shards that this sums. The first shard lies
   /// at `address`; the memory there receives the result even without a contribution. The memory must stay
   /// valid until join() has ended the step. @throws std::logic_error if a shard was already taken in this
   /// step.

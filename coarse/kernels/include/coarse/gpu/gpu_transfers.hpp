@@ -101,7 +101,7 @@ class GpuTransfers {
   /// Makes later work of `stream` wait for all results of the pushes, which ends a step.
   WaitStatus join(cuda::StreamHandle stream);
   /// Makes the workers reduce some shards by NCCL from the next push on; nullptr for none. All workers must
-  /// call it with the same shards, after setting the shards' path flags in the client. @pre all results of
+  /// call it with the same shards, after setting the shards' flags in the client. @pre all results of
   /// previous pushes have arrived.
   /// @param slots the address of the slots on the worker's GPU, for tensors that lie there; else 0.
   void useDirectAllReduce(std::shared_ptr<GpuDirectAllReduce> directAllReduce, cuda::DeviceAddress slots);
