@@ -17,6 +17,7 @@ FRAMEWORKS = {"torch", "tensorflow", "transformers", "sklearn"}
 LAYERS = (
     ("__main__",),
     ("cli",),
+    ("simulator",),
     ("bench",),
     ("transformers",),
     ("accelerate", "lightning"),
@@ -133,6 +134,25 @@ def test_workers_import_nothing_of_memory_devices():
         if name.startswith("coarse.proxy")
     }
     assert found == set()
+
+
+RUNTIME = {"client", "proxy", "session", "startup", "tuning", "wire", "torch", "tensorflow", "kernels"}
+
+
+def test_the_simulator_loads_nothing_of_the_runtime():
+    root = Path(coarse.__file__).parent
+    modules = [
+        ".".join(file.relative_to(root.parent).with_suffix("").parts).removesuffix(".__init__")
+        for file in root.glob("simulator/**/*.py")
+    ]
+    assert "coarse.simulator.engine" in modules
+    script = f"import {', '.join(modules)}\nimport sys\nprint(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=150, check=True
+    )
+    loaded = set(done.stdout.split())
+    assert not loaded & FRAMEWORKS
+    assert not {name for name in loaded if name.startswith("coarse.") and part_of(name) in RUNTIME}
 
 
 def test_env_is_the_only_reader_of_the_environment():
