@@ -1,0 +1,1 @@
+"""Schemes: the tasks of one training step, by way of synchronising it."""

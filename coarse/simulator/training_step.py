@@ -1,0 +1,124 @@
+"""Simulates one training step, and sums it up: times, bytes of links, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from coarse.simulator.engine import Progress, simulate
+from coarse.simulator.schemes.catalogue import SCHEMES
+from coarse.simulator.schemes.step import MemoryUse
+from coarse.simulator.setup import Setup
+
+SIMULATED = "simulated"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkLoad:
+    """A bucket during a step.
+
+    Args:
+        nbytes: Bytes that crossed it.
+        busy: Share of the step that these bytes take at its rate.
+        copies: Number of equal buckets with this load each.
+    """
+
+    nbytes: float
+    busy: float
+    copies: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """Figures of one scheme; all are simulated.
+
+    Args:
+        scheme: Its name.
+        machine: The machine's name.
+        num_workers, num_devices: Endpoints.
+        model: The model's name.
+        step_s: Time of the step.
+        compute_s: Time of its computation.
+        links: Load of each link.
+        memory: Memory of a worker and of a memory device.
+        decisions: What planners decided.
+        num_tasks: Size of the simulation.
+    """
+
+    scheme: str
+    machine: str
+    num_workers: int
+    num_devices: int
+    model: str
+    step_s: float
+    compute_s: float
+    links: Mapping[str, LinkLoad]
+    memory: MemoryUse
+    decisions: tuple[str, ...]
+    num_tasks: int
+
+    @property
+    def blocked_s(self) -> float:
+        """Time of the step without computation."""
+        return self.step_s - self.compute_s
+
+    @property
+    def busiest_link(self) -> str:
+        """The link with the largest busy share; "" if none was used."""
+        return max(self.links, key=lambda name: self.links[name].busy, default="")
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields of a record."""
+        return {
+            "kind": SIMULATED,
+            "scheme": self.scheme,
+            "machine": self.machine,
+            "num_workers": self.num_workers,
+            "num_devices": self.num_devices,
+            "model": self.model,
+            "step_s": self.step_s,
+            "compute_s": self.compute_s,
+            "blocked_s": self.blocked_s,
+            "worker_memory_bytes": self.memory.worker_bytes,
+            "device_memory_bytes": self.memory.device_bytes,
+            "links": {
+                name: {"bytes": load.nbytes, "busy": load.busy, "copies": load.copies}
+                for name, load in self.links.items()
+            },
+            "decisions": list(self.decisions),
+        }
+
+
+def simulate_step(setup: Setup, scheme: str, progress: Progress | None = None) -> StepResult:
+    """Simulates one step under a scheme.
+
+    Raises:
+        ValueError: If the scheme is unknown, or does not fit the machine.
+    """
+    if scheme not in SCHEMES:
+        raise ValueError(f"no scheme {scheme!r}; known: {', '.join(SCHEMES)}")
+    step = SCHEMES[scheme].build(setup)
+    network = step.network
+    capacities = network.capacities
+    outcome = simulate(step.tasks, {**capacities, **step.extra_capacities}, progress=progress)
+    compute_s = setup.trace.forward_s + setup.trace.backward_s
+    step_s = max(compute_s, outcome.end_s)
+    sizes = network.orbit_sizes
+    return StepResult(
+        scheme=scheme,
+        machine=setup.machine,
+        num_workers=network.num_workers,
+        num_devices=network.num_devices,
+        model=setup.trace.model,
+        step_s=step_s,
+        compute_s=compute_s,
+        links={
+            name: LinkLoad(nbytes=nbytes, busy=nbytes / capacities[name] / step_s, copies=sizes[name])
+            for name, nbytes in outcome.bucket_bytes.items()
+            if name in capacities and nbytes
+        },
+        memory=step.memory,
+        decisions=step.decisions,
+        num_tasks=len(step.tasks),
+    )
