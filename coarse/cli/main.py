@@ -31,6 +31,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "machine": "coarse.cli.machine",
         "profile": "coarse.cli.profile",
         "plan": "coarse.cli.plan",
+        "simulate": "coarse.cli.simulate",
         "checkpoint": "coarse.cli.checkpoint",
     }
 )

@@ -49,6 +49,7 @@ def simulate(
     tasks: Iterable[Task],
     capacities: Mapping[str, float],
     *,
+    channels: Mapping[str, int] | None = None,
     observe: Observe | None = None,
     progress: Progress | None = None,
 ) -> Outcome:
@@ -57,20 +58,23 @@ def simulate(
     Args:
         tasks: Tasks with unique names.
         capacities: Bytes per second of each bucket.
+        channels: Tasks that a queue serves at once; 1 for queues that are not named.
         observe: Called for each stretch of time with constant rates.
         progress: Called now and then.
 
     Raises:
-        ValueError: If a name occurs twice or is unknown, a bucket is missing or not above 0 bytes per second, or
-            tasks wait for each other in a circle.
+        ValueError: If a name occurs twice or is unknown, a bucket is missing or not above 0 bytes per second, a
+            queue has no channel, or tasks wait for each other in a circle.
     """
-    return _Run(tasks, capacities).run(observe, progress)
+    return _Run(tasks, capacities, channels or {}).run(observe, progress)
 
 
 class _Run:
     """One simulation. Tasks are numbered by order and name, so that their sequence in the input has no effect."""
 
-    def __init__(self, tasks: Iterable[Task], capacities: Mapping[str, float]) -> None:
+    def __init__(
+        self, tasks: Iterable[Task], capacities: Mapping[str, float], channels: Mapping[str, int]
+    ) -> None:
         self._tasks = sorted(tasks, key=lambda task: (task.order, task.name))
         numbers = {task.name: number for number, task in enumerate(self._tasks)}
         _check(self._tasks, numbers, capacities)
@@ -83,7 +87,7 @@ class _Run:
         self._flows = _Flows(self._tasks, self._capacities)
         self._now_s = 0.0
         self._events: list[tuple[float, int, int]] = []  # time, stage that begins, task
-        self._queues = {task.queue: _Queue() for task in self._tasks if task.queue}
+        self._queues = {task.queue: _Queue(channels.get(task.queue, 1)) for task in self._tasks if task.queue}
         self._changed_queues: dict[str, None] = {}
         self._moments: list[list[float]] = [[] for _ in self._tasks]
         self._num_finished = 0
@@ -148,8 +152,7 @@ class _Run:
     def _serve_queues(self) -> None:
         changed, self._changed_queues = self._changed_queues, {}
         for name in changed:
-            number = self._queues[name].take()
-            if number is not None:
+            while (number := self._queues[name].take()) is not None:
                 self._serve(number)
 
     def _serve(self, number: int) -> None:
@@ -167,7 +170,7 @@ class _Run:
         task = self._tasks[number]
         self._moments[number].append(self._now_s)
         if task.queue:
-            self._queues[task.queue].is_busy = False
+            self._queues[task.queue].release()
             self._changed_queues[task.queue] = None
         self._at(arrival_s(self._now_s, task), _FINISHED, number)
 
@@ -197,21 +200,27 @@ def arrival_s(last_byte_s: float, task: Task) -> float:
 
 
 class _Queue:
-    """Tasks that one engine serves one after the other."""
+    """Tasks that an engine with some channels serves in their order."""
 
-    def __init__(self) -> None:
-        self.is_busy = False
+    def __init__(self, num_channels: int) -> None:
+        if num_channels < 1:
+            raise ValueError(f"a queue with {num_channels} channels serves nothing")
+        self._num_free = num_channels
         self._waiting: list[tuple[float, int]] = []
 
     def add(self, ready_s: float, number: int) -> None:
         heappush(self._waiting, (ready_s, number))
 
     def take(self) -> int | None:
-        """The next task to serve, if the engine is free."""
-        if self.is_busy or not self._waiting:
+        """The next task to serve, if a channel is free."""
+        if not self._num_free or not self._waiting:
             return None
-        self.is_busy = True
+        self._num_free -= 1
         return heappop(self._waiting)[1]
+
+    def release(self) -> None:
+        """Frees the channel of a task that is served."""
+        self._num_free += 1
 
 
 class _Flows:

@@ -14,6 +14,9 @@ from coarse.simulator.generated import KINDS, GeneratedMachine
 from coarse.simulator.job import Job, SyncCores
 from coarse.simulator.network import LinkNetwork, Network
 
+MOST_ENDPOINTS = 256
+"""Most workers and memory devices of a machine file, which is wired pair by pair."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
@@ -80,6 +83,11 @@ class Setup:
 
     def _from_file(self, dense: LoadStore | None) -> Network:
         num_devices = 1 if dense is not None else self.num_workers // self.workers_per_device
+        if self.num_workers + num_devices > MOST_ENDPOINTS:
+            raise ValueError(
+                f"{self.num_workers} workers and {num_devices} memory devices on {self.machine}: machine files have "
+                f"at most {MOST_ENDPOINTS} endpoints; larger machines are generated: {', '.join(KINDS)}"
+            )
         table = PartitionTable.even(num_workers=self.num_workers, num_devices=num_devices)
         links = link_table(load_machine(self.machine), table)
         return LinkNetwork(

@@ -20,8 +20,8 @@ class Task:
         name: Unique in a simulation.
         after: Names of tasks that must finish first.
         ready_s: Earliest start, in seconds.
-        queue: Name of a queue that serves one task at a time (a copy engine, a sync core); "" for none. First ready,
-            first served; ties go to the lower `order`, then to the name.
+        queue: Name of a queue that serves as many tasks at a time as it has channels (a copy engine, a stream);
+            "" for none. First ready, first served; ties go to the lower `order`, then to the name.
         order: Place among tasks that are ready at the same moment.
         overhead_s: The host's time before the first byte.
         nbytes: Bytes to move; 0 for a task of time alone.

@@ -101,7 +101,9 @@ def simulate_step(setup: Setup, scheme: str, progress: Progress | None = None) -
     step = SCHEMES[scheme].build(setup)
     network = step.network
     capacities = network.capacities
-    outcome = simulate(step.tasks, {**capacities, **step.extra_capacities}, progress=progress)
+    outcome = simulate(
+        step.tasks, {**capacities, **step.extra_capacities}, channels=step.channels, progress=progress
+    )
     compute_s = setup.trace.forward_s + setup.trace.backward_s
     step_s = max(compute_s, outcome.end_s)
     sizes = network.orbit_sizes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from heapq import heappop, heappush
 from itertools import pairwise
 
 from coarse.simulator.engine import simulate
@@ -15,14 +16,16 @@ def near(one, other):
     return math.isclose(one, other, rel_tol=NEAR, abs_tol=1e-12)
 
 
-def check_simulation(tasks, capacities):
+def check_simulation(tasks, capacities, channels=None):
     """Runs `tasks`, checks all properties of the result, and returns it."""
     stretches = []
-    outcome = simulate(tasks, capacities, observe=lambda *stretch: stretches.append(stretch))
+    outcome = simulate(
+        tasks, capacities, channels=channels, observe=lambda *stretch: stretches.append(stretch)
+    )
     by_name = {task.name: task for task in tasks}
     assert set(outcome.times) == set(by_name)
     check_stages(tasks, outcome.times)
-    check_queues(tasks, outcome.times)
+    check_queues(tasks, outcome.times, channels or {})
     check_time_moves_on(stretches)
     check_flows_start_and_end(tasks, outcome.times, stretches)
     check_bytes(by_name, stretches, outcome.bucket_bytes)
@@ -46,19 +49,19 @@ def check_stages(tasks, times):
             assert each.served_s == each.ready_s
 
 
-def check_queues(tasks, times):
-    """One at a time, first ready first, and never idle while a task waits."""
+def check_queues(tasks, times, channels):
+    """No more at a time than channels, first ready first, and no channel idle while a task waits."""
     queues = defaultdict(list)
     for task in tasks:
         if task.queue:
             queues[task.queue].append(task)
-    for queued in queues.values():
+    for queue, queued in queues.items():
         queued.sort(key=lambda task: (times[task.name].ready_s, task.order, task.name))
-        free_s = 0.0
+        free_s = [0.0] * channels.get(queue, 1)
         for task in queued:
             each = times[task.name]
-            assert each.served_s == max(each.ready_s, free_s), f"{task.name} is out of turn"
-            free_s = each.last_byte_s
+            assert each.served_s == max(each.ready_s, heappop(free_s)), f"{task.name} is out of turn"
+            heappush(free_s, each.last_byte_s)
 
 
 def check_time_moves_on(stretches):

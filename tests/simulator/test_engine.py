@@ -40,6 +40,17 @@ def test_a_latency_does_not_hold_the_queue():
     assert finish(tasks, link=10.0) == {"0": 6.0, "1": 7.0, "2": 8.0}
 
 
+def test_a_queue_with_two_channels_serves_two_at_once():
+    tasks = [Task(name=str(number), queue="copy", order=number, overhead_s=1) for number in range(3)]
+    times = simulate(tasks, {}, channels={"copy": 2}).times
+    assert [times[str(number)].finished_s for number in range(3)] == [1, 1, 2]
+
+
+def test_a_queue_needs_a_channel():
+    with pytest.raises(ValueError, match="a queue with 0 channels serves nothing"):
+        simulate([Task(name="a", queue="copy")], {}, channels={"copy": 0})
+
+
 def test_thousands_of_equal_flows_are_one_class():
     tasks = [Task(name=str(number), nbytes=1, usage=ONE) for number in range(5000)]
     assert set(finish(tasks, link=5000.0).values()) == {1.0}

@@ -26,7 +26,7 @@ NBYTES = 4 * sum(ELEMENTS)
 
 def end_s(network, trace=None, **options):
     step = offload_step(Job(network=network, trace=trace or small_trace()), **options)
-    return simulate(step.tasks, network.capacities).end_s
+    return simulate(step.tasks, network.capacities, channels=step.channels).end_s
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -14,6 +14,9 @@ from coarse.simulator.network import Transfer, usage_of, worker_copies
 from coarse.simulator.schemes.step import MemoryUse, Step
 from coarse.simulator.tasks import Task
 
+COPY_CHANNELS = 2
+"""Transfers that a copy engine has in flight on a path: double buffering (docs/simulator.md has other numbers)."""
+
 OFF, AUTO, WORKERS = "off", "auto", 0
 
 
@@ -58,6 +61,7 @@ class _OffloadStep:
             tasks=tuple(tasks),
             memory=self._memory(),
             extra_capacities=self._core_capacities(),
+            channels={task.queue: COPY_CHANNELS for task in tasks if task.queue},
             decisions=(
                 f"{len(shards)} shards of at least {self._plan.shard_bytes} bytes",
                 f"{total - own_bytes} of {total} bytes through the memory devices",

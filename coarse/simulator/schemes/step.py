@@ -29,6 +29,7 @@ class Step:
         tasks: The tasks, without computation that never waits.
         memory: Memory of workers and memory devices.
         extra_capacities: Capacities besides those of the network's links, such as sync cores.
+        channels: Tasks that a queue serves at once, for queues with more than one channel.
         decisions: What planners decided, in words.
     """
 
@@ -36,4 +37,5 @@ class Step:
     tasks: tuple[Task, ...]
     memory: MemoryUse
     extra_capacities: Mapping[str, float] = field(default_factory=dict)
+    channels: Mapping[str, int] = field(default_factory=dict)
     decisions: tuple[str, ...] = ()

@@ -1,0 +1,248 @@
+"""`coarse simulate`: one training step on a machine, under several schemes; every figure is simulated."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from coarse.cli.plan import format_size, print_table
+
+if TYPE_CHECKING:  # slow to import; `coarse --help` must not load these
+    from rich.progress import Progress, TaskID
+
+    from coarse.simulator.setup import Setup
+    from coarse.simulator.training_step import StepResult
+
+_EXIT_USAGE = 2
+_SHOWN_LINKS = 3
+_UPDATE_EVERY_S = 0.25
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds `simulate` to the `coarse` command."""
+    parser = subparsers.add_parser(
+        "simulate",
+        help="one training step on a machine of any size, simulated",
+        description="Simulates one training step under several schemes: its time, the bytes of links, the memory of "
+        "workers and memory devices. Every figure is simulated; docs/simulator.md has the model and its limits.",
+    )
+    parser.add_argument(
+        "--machine",
+        required=True,
+        metavar="NAME",
+        help="a name from `coarse machine list`, a TOML file, or a generated machine: cxl-switch, cxl-pool, fat-tree",
+    )
+    parser.add_argument("--model", default="bert-large", metavar="M", help="default: %(default)s")
+    parser.add_argument("--workers", type=int, default=4, metavar="N", help="default: %(default)s")
+    parser.add_argument(
+        "--scheme",
+        default="coarse,offload,allreduce",
+        metavar="S[,S]",
+        help='schemes, or "all"; default: %(default)s',
+    )
+    parser.add_argument(
+        "--workers-per-device",
+        type=int,
+        default=1,
+        metavar="R",
+        help="workers of each memory device; default: 1",
+    )
+    parser.add_argument(
+        "--workers-per-switch", type=int, default=8, metavar="K", help="of a generated machine; default: 8"
+    )
+    parser.add_argument(
+        "--oversubscription",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="bandwidth of a generated switch's workers over that of its uplink; default: 1",
+    )
+    parser.add_argument(
+        "--tflops",
+        type=float,
+        metavar="T",
+        help="1e12 operations/s of a worker; default: half of the peak of the machine's GPU, or the model's "
+        "recorded times",
+    )
+    parser.add_argument(
+        "--sync-cores",
+        type=int,
+        default=0,
+        metavar="N",
+        help="sync cores of each memory device, at assumed rates; default: 0, reductions take no time",
+    )
+    parser.add_argument(
+        "--host-overhead-us",
+        type=float,
+        default=0.0,
+        metavar="US",
+        help="the host's time for each message; default: 0",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(handler=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs `coarse simulate`; returns its exit code. Ctrl-C prints the results so far."""
+    from coarse.simulator.schemes.catalogue import SCHEMES
+    from coarse.simulator.validated import outside_validated_range
+
+    results: list[StepResult] = []
+    try:
+        takes_all = arguments.scheme == "all"
+        schemes = tuple(SCHEMES) if takes_all else tuple(arguments.scheme.split(","))
+        setup = _setup(arguments)
+        for warning in outside_validated_range(setup, schemes):
+            print(f"outside of the validated range: {warning}", file=sys.stderr)
+        _simulate(setup, schemes, results, may_leave_out=takes_all)
+    except ValueError as error:
+        print(f"coarse simulate: {error}", file=sys.stderr)
+        return _EXIT_USAGE
+    except KeyboardInterrupt:
+        _publish(arguments, setup, results)
+        raise
+    _publish(arguments, setup, results)
+    return 0
+
+
+def _setup(arguments: argparse.Namespace) -> Setup:
+    from coarse.bench.trace import load_trace, place_trace
+    from coarse.machine.catalogue import load_machine
+    from coarse.simulator.generated import KINDS
+    from coarse.simulator.job import DEFAULT_RATES, SyncCores
+    from coarse.simulator.setup import Setup
+
+    is_generated = arguments.machine in KINDS
+    gpu = "" if is_generated else load_machine(arguments.machine).topology.gpu
+    cores = arguments.sync_cores
+    return Setup(
+        machine=arguments.machine,
+        trace=place_trace(load_trace(arguments.model), gpu=gpu, tflops=arguments.tflops),
+        num_workers=arguments.workers,
+        workers_per_device=arguments.workers_per_device,
+        workers_per_switch=arguments.workers_per_switch,
+        oversubscription=arguments.oversubscription,
+        sync_cores=SyncCores(num_cores=cores, gbytes_per_s=DEFAULT_RATES) if cores else None,
+        host_overhead_us=arguments.host_overhead_us,
+    )
+
+
+def _simulate(
+    setup: Setup, schemes: Sequence[str], results: list[StepResult], *, may_leave_out: bool
+) -> None:
+    """Adds the result of each scheme to `results`; says on an interrupt how far it came.
+
+    Raises:
+        ValueError: If a scheme does not fit the machine, unless it may be left out.
+    """
+    from coarse.simulator.training_step import simulate_step
+
+    with _progress_bar() as bar:
+        for number, scheme in enumerate(schemes, 1):
+            shown = SchemeProgress(bar, f"{scheme} ({number} of {len(schemes)})")
+            try:
+                results.append(simulate_step(setup, scheme, shown.update))
+            except KeyboardInterrupt:
+                bar.stop()
+                print(f"coarse simulate: interrupted in {shown}", file=sys.stderr)
+                raise
+            except ValueError as error:
+                if not may_leave_out:
+                    raise
+                print(f"{scheme} left out: {error}", file=sys.stderr)
+            shown.finish()
+
+
+@contextmanager
+def _progress_bar() -> Iterator[Progress]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=Console(stderr=True), transient=True, refresh_per_second=4) as bar:
+        yield bar
+
+
+class SchemeProgress:
+    """How far the simulation of one scheme is.
+
+    Args:
+        bar: Shows it.
+        what: The scheme in words.
+    """
+
+    def __init__(self, bar: Progress, what: str, *, now_s: Callable[[], float] = time.monotonic) -> None:
+        self._bar, self._what, self._now_s = bar, what, now_s
+        self._line: TaskID = bar.add_task(f"{what}: plans", total=None)
+        self._num_finished = self._num_tasks = 0
+        self._next_s = 0.0
+
+    def update(self, num_finished: int, num_tasks: int) -> None:
+        """Called by the engine after each event."""
+        self._num_finished, self._num_tasks = num_finished, num_tasks
+        if self._now_s() >= self._next_s:
+            self._next_s = self._now_s() + _UPDATE_EVERY_S
+            self._bar.update(self._line, completed=num_finished, total=num_tasks, description=self._what)
+
+    def finish(self) -> None:
+        """Removes it from the bar."""
+        self._bar.remove_task(self._line)
+
+    def __str__(self) -> str:
+        return f"{self._what}, after {self._num_finished} of {self._num_tasks} transfers"
+
+
+# ---- output ----
+
+
+def _publish(arguments: argparse.Namespace, setup: Setup, results: Sequence[StepResult]) -> None:
+    if arguments.json:
+        print(
+            json.dumps([{**result.as_json(), "compute": setup.trace.source} for result in results], indent=1)
+        )
+    elif results:
+        _print_results(setup, results)
+
+
+def _print_results(setup: Setup, results: Sequence[StepResult]) -> None:
+    trace = setup.trace
+    print(
+        f"{setup.machine}, {setup.num_workers} workers, {trace.model}: {format_size(trace.nbytes)} of gradients, "
+        f"{results[0].compute_s * 1e3:.1f} ms of computation ({trace.source})"
+    )
+    print_table(
+        "One training step, simulated",
+        ("scheme", "memory devices", "step, ms", "blocked, ms", "GiB per worker", "GiB per memory device"),
+        [_row(result) for result in results],
+    )
+    print_table(
+        f"The {_SHOWN_LINKS} busiest links of each scheme, simulated",
+        ("scheme", "link", "number", "MiB a step", "busy"),
+        [row for result in results for row in _link_rows(result)],
+    )
+
+
+def _row(result: StepResult) -> tuple[str, ...]:
+    memory = result.memory
+    return (
+        result.scheme,
+        str(result.num_devices) if memory.device_bytes else "-",
+        f"{result.step_s * 1e3:.1f}",
+        f"{result.blocked_s * 1e3:.1f}",
+        f"{memory.worker_bytes / (1 << 30):.2f}",
+        f"{memory.device_bytes / (1 << 30):.2f}" if memory.device_bytes else "-",
+    )
+
+
+def _link_rows(result: StepResult) -> list[tuple[str, ...]]:
+    busiest = sorted(result.links, key=lambda name: (-result.links[name].busy, name))[:_SHOWN_LINKS]
+    return [
+        (result.scheme, name, str(load.copies), f"{load.nbytes / (1 << 20):.1f}", f"{load.busy:.0%}")
+        for name in busiest
+        for load in [result.links[name]]
+    ]

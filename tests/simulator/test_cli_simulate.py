@@ -1,0 +1,87 @@
+"""`coarse simulate`: figures with units and their kind, warnings first, and how far it came."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from coarse.cli import simulate as command
+from coarse.cli.main import main
+from coarse.simulator.schemes.catalogue import SCHEMES
+
+
+def simulate(*arguments):
+    return main(["simulate", *arguments])
+
+
+def test_prints_figures_with_units_and_kind(capsys):
+    assert simulate("--machine", "aws-p3", "--model", "bert-base", "--scheme", "offload,workers") == 0
+    out, err = capsys.readouterr()
+    assert "aws-p3, 4 workers, bert-base: 415.4 MiB of gradients, 54.0 ms of computation" in out
+    assert "One training step, simulated" in out
+    assert "busiest links of each scheme, simulated" in out
+    for word in ("step, ms", "blocked, ms", "GiB per worker", "GiB per memory device", "MiB a step"):
+        assert word in out
+    assert "outside of the validated range" not in err
+
+
+def test_json_has_every_figure_and_its_kind(capsys):
+    question = ("--machine", "sdsc-p100", "--workers", "2", "--model", "bert-base")
+    assert simulate(*question, "--scheme", "all", "--json") == 0
+    out, err = capsys.readouterr()
+    records = json.loads(out)
+    assert "allreduce-hierarchical left out: sdsc-p100: workers form 1 groups" in err
+    assert [record["scheme"] for record in records] == [s for s in SCHEMES if s != "allreduce-hierarchical"]
+    for record in records:
+        assert record["kind"] == "simulated"
+        assert record["step_s"] == pytest.approx(record["compute_s"] + record["blocked_s"])
+        assert record["links"]
+        assert "scaled to 4.65 TFLOPS" in record["compute"]
+
+
+def test_questions_outside_of_the_validated_range_are_named_first(capsys):
+    assert simulate("--machine", "cxl-pool", "--workers", "48", "--scheme", "fsdp") == 0
+    warnings = capsys.readouterr().err.splitlines()
+    assert [line.removeprefix("outside of the validated range: ") for line in warnings[:3]] == [
+        "48 workers are more than 10 times the largest validated number, 4",
+        "no step over links of this kind was validated: cxl-pool",
+        "not validated: fsdp (validated: coarse, offload, workers, dense)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--scheme", "ring"], "no scheme 'ring'; known: coarse, offload"),
+        (["--model", "bert"], "there is no compute trace of 'bert'"),
+        (["--workers", "0"], "0 workers cannot be divided"),
+        (["--workers", "9"], "need 18 GPUs, but aws-p3 has 8"),
+        (["--machine", "aws-p4"], "no machine is named 'aws-p4'"),
+        (["--machine", "cxl3-x8", "--workers", "200"], "machine files have at most 256 endpoints"),
+        (["--host-overhead-us", "-1"], "overhead and states start at 0"),
+    ],
+)
+def test_wrong_questions_get_one_line(arguments, message, capsys):
+    assert simulate("--machine", "aws-p3", *arguments) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("coarse simulate: ")
+    assert message in error
+
+
+def test_an_interrupt_says_how_far_it_came_and_keeps_finished_schemes(monkeypatch, capsys):
+    update = command.SchemeProgress.update
+
+    def interrupted(self, num_finished, num_tasks):
+        update(self, num_finished, num_tasks)
+        if "(2 of 2)" in str(self) and num_finished >= 100:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(command.SchemeProgress, "update", interrupted)
+    arguments = ("--machine", "aws-p3", "--model", "bert-base", "--scheme", "workers,offload")
+    assert simulate(*arguments) == 130
+    out, err = capsys.readouterr()
+    assert re.search(r"interrupted in offload \(2 of 2\), after 1\d\d of \d+ transfers", err)
+    assert "workers" in out
+    assert "offload" not in out
