@@ -56,12 +56,21 @@ def check_queues(tasks, times, channels):
         if task.queue:
             queues[task.queue].append(task)
     for queue, queued in queues.items():
-        queued.sort(key=lambda task: (times[task.name].ready_s, task.order, task.name))
+        # A task without duration may make another one ready at the same moment, and has its turn before it.
+        queued.sort(key=lambda task: (times[task.name][:2], times[task.name].last_byte_s))
         free_s = [0.0] * channels.get(queue, 1)
         for task in queued:
             each = times[task.name]
             assert each.served_s == max(each.ready_s, heappop(free_s)), f"{task.name} is out of turn"
             heappush(free_s, each.last_byte_s)
+        check_ties([task for task in queued if not task.after], times)
+
+
+def check_ties(queued, times):
+    """Of tasks that are ready at the same moment, the one with the lower order comes first."""
+    queued = sorted(queued, key=lambda task: (times[task.name].ready_s, task.order, task.name))
+    for one, other in pairwise(queued):
+        assert times[one.name].served_s <= times[other.name].served_s, f"{one.name} is after {other.name}"
 
 
 def check_time_moves_on(stretches):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
+from engine_checks import check_max_min
 
 from coarse.simulator.engine import simulate
 from coarse.simulator.tasks import Task
@@ -49,6 +52,24 @@ def test_a_queue_with_two_channels_serves_two_at_once():
 def test_a_queue_needs_a_channel():
     with pytest.raises(ValueError, match="a queue with 0 channels serves nothing"):
         simulate([Task(name="a", queue="copy")], {}, channels={"copy": 0})
+
+
+def test_a_thousand_unequal_flows_share_max_min():
+    chance = random.Random(3)
+    capacities = {f"{kind}{end}": chance.uniform(1, 9) for kind in ("up", "down") for end in range(200)}
+    tasks = [
+        Task(
+            name=f"t{number}",
+            nbytes=chance.uniform(1, 100),
+            usage=((f"up{number % 200}", 1.0), (f"down{chance.randrange(200)}", 1.0)),
+        )
+        for number in range(1000)
+    ]
+    stretches = []
+    simulate(tasks, capacities, observe=lambda *stretch: stretches.append(stretch))
+    assert len(stretches[0][2]) == 1000
+    for _, _, rates in stretches[::100]:
+        check_max_min({task.name: task for task in tasks}, capacities, rates)
 
 
 def test_thousands_of_equal_flows_are_one_class():

@@ -176,6 +176,18 @@ def serves_one_more_of_a_queue_at_once(monkeypatch):
     monkeypatch.setattr(engine._Queue, "__init__", lambda self, num: start(self, num + 1))
 
 
+def serves_the_last_of_a_queue_first(monkeypatch):
+    add = engine._Queue.add
+    monkeypatch.setattr(engine._Queue, "add", lambda self, ready_s, number: add(self, ready_s, -number))
+    take = engine._Queue.take
+
+    def taking(self):
+        number = take(self)
+        return None if number is None else -number
+
+    monkeypatch.setattr(engine._Queue, "take", taking)
+
+
 def keeps_rates_of_another_mix(monkeypatch):
     update = engine._Flows._update_rates
 
@@ -210,6 +222,7 @@ PLANTED = (
     serves_twice_the_bytes,
     handles_an_event_out_of_order,
     serves_one_more_of_a_queue_at_once,
+    serves_the_last_of_a_queue_first,
     keeps_rates_of_another_mix,
     starts_before_what_it_waits_for,
 )
