@@ -19,6 +19,7 @@ from coarse.simulator.job import DEFAULT_RATES, Job, SyncCores
 from coarse.simulator.network import LinkNetwork
 from coarse.simulator.schemes.catalogue import SCHEMES
 from coarse.simulator.schemes.offload import offload_step
+from coarse.simulator.schemes.sharded import fsdp_step
 from coarse.simulator.training_step import simulate_step
 
 NBYTES = 4 * sum(ELEMENTS)
@@ -64,6 +65,19 @@ def test_a_ring_sends_the_papers_bytes(scheme):
 def test_fsdp_gathers_twice_and_scatters_once():
     links = simulate_step(small_setup(), "fsdp").links
     assert links["each worker up"].nbytes == pytest.approx(3 * NBYTES * 7 / 8)
+
+
+def test_fsdp_computes_every_unit_twice_and_waits_for_its_parameters():
+    setup = small_setup("fat-tree")
+    step = fsdp_step(setup.job())
+    times = simulate(step.tasks, step.network.capacities).times
+    seconds = {"forward": 0.0, "backward": 0.0}
+    for name, each in times.items():
+        kind, unit = name.split()[0], name.split()[-1]
+        if kind in seconds:
+            seconds[kind] += each.finished_s - each.served_s
+            assert each.served_s >= times[f"gather {kind} {unit}"].finished_s
+    assert seconds == pytest.approx({"forward": 1e-3, "backward": 2e-3})
 
 
 def test_a_hierarchical_all_reduce_crosses_switches_with_a_share_of_the_bytes():

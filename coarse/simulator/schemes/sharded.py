@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 
 from coarse.simulator.collectives import Collective, half_ring
 from coarse.simulator.fair_sharing import Usage
@@ -99,34 +100,38 @@ def fsdp_step(job: Job) -> Step:
 
 
 def _fsdp_tasks(job: Job) -> Iterator[Task]:
-    buckets, trace = gradient_buckets(job), job.trace
-    way = half_ring(job.network)
-    ends_s = [bucket.ready_s - trace.forward_s for bucket in buckets]
-    shares = [(end - start) / trace.backward_s for start, end in zip([0.0, *ends_s], ends_s, strict=False)]
-    shares[-1] += 1 - sum(shares)
-    last = len(buckets) - 1
-    # The forward pass runs through the units from the last of the backward pass to the first.
-    passes = [("forward", trace.forward_s, unit) for unit in range(last, -1, -1)]
-    passes += [("backward", trace.backward_s, unit) for unit in range(last + 1)]
-    for place, (phase, seconds, unit) in enumerate(passes):
-        before = [f"{name} {other}" for name, _, other in passes[max(0, place - 2) : place]]
-        yield _collective(
-            job,
-            f"gather {phase} {unit}",
-            way,
-            buckets[unit].nbytes,
-            place,
-            tuple(before[:1] if place > 1 else ()),
-        )
+    way, buckets = half_ring(job.network), gradient_buckets(job)
+    passes = list(_passes(job, buckets))
+    for place, (phase, unit, seconds) in enumerate(passes):
+        nbytes = buckets[unit].nbytes
+        before = [f"{name} {other}" for name, other, _ in passes[:place][-2:]]
+        ahead = tuple(before[:1]) if place > 1 else ()
+        yield _collective(job, f"gather {phase} {unit}", way, nbytes, place, ahead)
         yield Task(
             name=f"{phase} {unit}",
             after=(f"gather {phase} {unit}", *before[-1:]),
             order=place,
-            overhead_s=max(0.0, seconds * shares[unit]),
+            overhead_s=seconds,
         )
-        if phase == "backward":
-            name = f"scatter {unit}"
-            yield _collective(job, name, way, buckets[unit].nbytes, place, (f"{phase} {unit}",))
+        if phase == _BACKWARD:
+            yield _collective(job, f"scatter {unit}", way, nbytes, place, (f"{phase} {unit}",))
+
+
+_FORWARD, _BACKWARD = "forward", "backward"
+
+
+def _passes(job: Job, units: Sequence[GradientBucket]) -> Iterator[tuple[str, int, float]]:
+    """Pass, unit and seconds of each computation in turn; forward runs from the last unit of backward to the first.
+
+    A unit takes the same share of both passes.
+    """
+    trace = job.trace
+    ends = [(unit.ready_s - trace.forward_s) / trace.backward_s for unit in units[:-1]]
+    shares = [max(0.0, end - start) for start, end in pairwise([0.0, *ends, 1.0])]
+    for unit in reversed(range(len(units))):
+        yield _FORWARD, unit, trace.forward_s * shares[unit]
+    for unit in range(len(units)):
+        yield _BACKWARD, unit, trace.backward_s * shares[unit]
 
 
 def _collective(
