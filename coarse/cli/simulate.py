@@ -111,7 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _setup(arguments: argparse.Namespace) -> Setup:
-    from coarse.bench.trace import load_trace, place_trace
+    from coarse.bench.replay.trace import load_trace, place_trace
     from coarse.machine.catalogue import load_machine
     from coarse.simulator.generated import KINDS
     from coarse.simulator.job import DEFAULT_RATES, SyncCores

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from coarse.machine.links import Bucket, LinkTable, Path
+from coarse.profiler.direct_allreduce import Collectives, choose_collective, widest_collective
 from coarse.profiler.dual_sync import AUTO, DualSyncInputs, SyncCosts, plan_dual_sync
 from coarse.profiler.link_plan import plan_links
 from coarse.profiler.linked import collectives_from_links, profile_from_links, sync_costs_from_links
-from coarse.profiler.own_path import Collectives, choose_collective, widest_collective
 from coarse.profiler.partition import plan_partition
 from coarse.profiler.routing import RoutingTable, route_shards
 from coarse.schema import ITEM_BYTES

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from coarse.profiler.alpha_beta import AlphaBeta
+from coarse.profiler.direct_allreduce import ALL_GATHER, ALL_TO_ALL, RING
 from coarse.profiler.dual_sync import ring_factor
-from coarse.profiler.own_path import ALL_GATHER, ALL_TO_ALL, RING
 from coarse.simulator.fair_sharing import Usage
 from coarse.simulator.network import Network, Transfer, largest_latency_s, usage_of, worker_copies
 
@@ -84,7 +84,7 @@ def all_to_all_reduce(network: Network) -> Collective:
 
 
 OWN_PATHS = {RING: ring, ALL_GATHER: all_gather_reduce, ALL_TO_ALL: all_to_all_reduce}
-"""The ways of the workers' own path (coarse.profiler.own_path)."""
+"""The ways of the workers' own path (coarse.profiler.direct_allreduce)."""
 
 
 def double_tree(network: Network) -> Collective:

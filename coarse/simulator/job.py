@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from coarse.bench.trace import ComputeTrace
+from coarse.bench.replay.trace import ComputeTrace
 from coarse.simulator.network import Network
 
 _BYTES_PER_S = 1e9  # for one GB/s

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from coarse.bench.trace import ComputeTrace
+from coarse.bench.replay.trace import ComputeTrace
 from coarse.machine.catalogue import load_machine
 from coarse.machine.cci import LoadStore, dense_links
 from coarse.machine.partition_table import PartitionTable

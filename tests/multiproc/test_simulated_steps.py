@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from coarse.bench.replay import ReplayPlan, run_replay
-from coarse.bench.trace import ComputeTrace, GradientEvent
+from coarse.bench.replay.driver import ReplayPlan, run_replay
+from coarse.bench.replay.trace import ComputeTrace, GradientEvent
 from coarse.simulator.setup import Setup
 from coarse.simulator.training_step import simulate_step
 

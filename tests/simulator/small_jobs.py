@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coarse.bench.trace import ComputeTrace, GradientEvent
+from coarse.bench.replay.trace import ComputeTrace, GradientEvent
 from coarse.machine.links import Bucket, LinkTable, Path
 from coarse.simulator.network import LinkNetwork
 from coarse.simulator.setup import Setup

@@ -9,7 +9,7 @@ import sys
 import pytest
 from small_jobs import ELEMENTS, as_link_network, small_setup, small_trace
 
-from coarse.bench.trace import load_trace, place_trace
+from coarse.bench.replay.trace import load_trace, place_trace
 from coarse.cli.plan import plan_machine, plan_model
 from coarse.machine.cci import LoadStore, dense_links
 from coarse.simulator.collectives import double_tree, hierarchical
@@ -174,7 +174,7 @@ def test_wrong_setups_are_refused(changes, message):
 
 TEN_THOUSAND = """
 import resource, time
-from coarse.bench.trace import load_trace
+from coarse.bench.replay.trace import load_trace
 from coarse.simulator.setup import Setup
 from coarse.simulator.training_step import simulate_step
 setup = Setup(machine="cxl-switch", trace=load_trace("bert-large"), num_workers=10_000)

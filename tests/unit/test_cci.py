@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from coarse.emulation.machine import choose_emulation
 from coarse.machine import cci
 from coarse.machine.catalogue import load_machine
 from coarse.machine.cci import LoadStore, coherence_factor, dense_links, share_of_bus
-from coarse.machine.emulation import choose_emulation
 from coarse.machine.partition_table import PartitionTable
 from coarse.machine.wiring import link_table
 from coarse.settings import Settings
