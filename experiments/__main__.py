@@ -18,19 +18,24 @@ from collections.abc import Sequence
 from coarse.cli.arguments import folder_to_write
 from coarse.errors import CoarseError
 from experiments.common import Experiment, Options, is_finished, run_experiment, write_tables
+from experiments.fig02_communication_share.run import EXPERIMENT as FIG02
 from experiments.fig08_bandwidth_matrix.run import EXPERIMENT as FIG08
 from experiments.fig09_timeline.run import EXPERIMENT as FIG09
 from experiments.fig10_deadlock.run import EXPERIMENT as FIG10
+from experiments.fig13_cci_bandwidth.run import EXPERIMENT as FIG13
 from experiments.fig14_bandwidth_by_size.run import EXPERIMENT as FIG14
 from experiments.fig15_routing.run import EXPERIMENT as FIG15
-from experiments.fig16_largest_batch.run import EXPERIMENT as FIG16
+from experiments.fig16_largest_batch.run import EXPERIMENT as FIG16_BATCH
+from experiments.fig16_training_time.run import EXPERIMENT as FIG16_TIME
 from experiments.fig17_blocked_time.run import EXPERIMENT as FIG17
 from experiments.recovery.run import EXPERIMENT as RECOVERY
 from experiments.switch_over.run import EXPERIMENT as SWITCH_OVER
 
-EXPERIMENTS = (FIG08, FIG09, FIG10, FIG14, FIG15, FIG17, SWITCH_OVER)
-ON_DEMAND = (FIG16, RECOVERY)
-"""Run only if named: FIG16 needs its own control group, and both take longer than all others together."""
+EXPERIMENTS = (FIG02, FIG08, FIG09, FIG10, FIG13, FIG14, FIG15, FIG16_TIME, FIG17, SWITCH_OVER)
+"""FIG16_TIME and FIG17 share their replays within a process."""
+
+ON_DEMAND = (FIG16_BATCH, RECOVERY)
+"""Run only if named: FIG16_BATCH needs its own control group, and both take longer than all others together."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

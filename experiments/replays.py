@@ -9,13 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from coarse.bench.replay.driver import ALL_REDUCES, ReplayPlan, ReplayResult, run_replay
+from coarse.bench.replay.driver import ReplayPlan, ReplayResult, run_replay
 from coarse.bench.replay.trace import PEAK_TFLOPS, ComputeTrace, load_trace
 from coarse.machine.catalogue import load_machine
 from coarse.machine.partition_table import PartitionTable
 from experiments.expectation import Measured
 
-COARSE, DENSE, LEAST_DENSE = "coarse", "dense", "dense-least"
+COARSE, ALL_REDUCE, RING, DENSE, LEAST_DENSE = "coarse", "workers", "allreduce", "dense", "dense-least"
+"""Schemes of `coarse bench replay`. ALL_REDUCE takes the algorithm that is measured as the fastest for each size on
+the same links, of rings in one and both directions, double binary trees, all-gather and all-to-all. RING is one."""
+
+LABELS = {COARSE: "COARSE", ALL_REDUCE: "AllReduce", RING: "AllReduce, one-way ring", DENSE: "DENSE"}
 SHARES = (0.3, 0.5, 0.7)
 """Assumed sustained shares of the peak: the middle one gives the figures' values, the others their ranges."""
 
@@ -88,12 +92,14 @@ def replay(
     return _done[key]
 
 
-def best_all_reduce(
-    case: Case, share: float, *, steps: int = 3, progress: Callable[[str], None]
-) -> ReplayResult:
-    """The all-reduce without memory devices that blocks least."""
-    results = [replay(case, scheme, share, steps=steps, progress=progress) for scheme in ALL_REDUCES]
-    return min(results, key=lambda result: result.blocked_us)
+def blocked_ms(result: ReplayResult) -> Measured:
+    """Time in which a step waits for its gradients, in milliseconds, with the spread of the steps."""
+    compute_us = result.step.p50_us - result.blocked_us
+    value, low, high = (
+        (step_us - compute_us) / 1e3
+        for step_us in (result.step.p50_us, result.step.min_us, result.step.p99_us)
+    )
+    return Measured(value=value, low=low, high=high)
 
 
 def over_shares(values: Sequence[float]) -> Measured:

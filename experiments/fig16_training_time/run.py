@@ -17,17 +17,17 @@ from coarse.profiler.profile import EMULATED
 from experiments.common import Experiment, Finding, Options, Outcome, main
 from experiments.expectation import Expectation, Measured, NumberCheck
 from experiments.replays import (
+    ALL_REDUCE,
     COARSE,
     DENSE,
+    LABELS,
     LEAST_DENSE,
     SHARES,
     Case,
-    best_all_reduce,
     over_shares,
     replay,
 )
 
-ALL_REDUCE = "AllReduce"
 _TOLERANCE = 0.1  # relative: the paper gives two or three digits
 
 Progress = Callable[[str], None]
@@ -97,7 +97,7 @@ def run_case(case: Case, *, shares: Sequence[float], is_quick: bool, progress: P
     for share in shares:
         steps = 1 if is_quick or share != SHARES[1] else 3
         coarse = replay(case, COARSE, share, steps=steps, progress=progress)
-        peer = best_all_reduce(case, share, steps=steps, progress=progress)
+        peer = replay(case, ALL_REDUCE, share, steps=steps, progress=progress)
         step_us = {COARSE: coarse.step.p50_us, ALL_REDUCE: peer.step.p50_us}
         step_us |= {scheme: blocked + 1e6 * coarse.plan.compute_s for scheme, blocked in dense_us.items()}
         found.append(Steps(share=share, by_scheme={name: us / 1e3 for name, us in step_us.items()}))
@@ -110,7 +110,9 @@ def compare(panel: Panel, steps: Sequence[Steps]) -> Finding:
     values = [each.speedup(COARSE, dense) for each in steps for dense in (DENSE, LEAST_DENSE)]
     speedup = Measured(value=middle.speedup(COARSE, DENSE), low=min(values), high=max(values))
     against = over_shares([100 * (each.speedup(COARSE, ALL_REDUCE) - 1) for each in steps])
-    milliseconds = ", ".join(f"{name} {middle.by_scheme[name]:.4g}" for name in (COARSE, ALL_REDUCE, DENSE))
+    milliseconds = ", ".join(
+        f"{LABELS[name]} {middle.by_scheme[name]:.4g}" for name in (COARSE, ALL_REDUCE, DENSE)
+    )
     return Finding(
         ran=f"step of {panel.case}",
         checks=(NumberCheck(expectation=panel.expectation, measured=speedup),),
@@ -167,7 +169,7 @@ def draw(steps: Mapping[str, Sequence[Steps]]) -> Figure:
                 speedup.value,
                 0.25,
                 yerr=[[speedup.value - speedup.low], [speedup.high - speedup.value]],
-                label=scheme if position == 0 else None,
+                label=LABELS[scheme] if position == 0 else None,
                 color=COLOURS[number],
                 hatch=HATCHES[number],
                 ec="white",

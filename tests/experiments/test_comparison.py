@@ -110,8 +110,16 @@ def test_links_have_to_be_full_at_2_mb_neither_sooner_nor_later(alpha_us, deviat
     assert fig14.compare(profile).deviations == deviations
 
 
-def exactly(blocked_ms):
-    return {scheme: Measured.exactly(value) for scheme, value in blocked_ms.items()}
+PANELS = {panel.case.machine: panel for panel in reversed(fig17.PANELS)}
+
+
+def blocked(ours, best, ring=40.0, *, dense=1000.0, ways=""):
+    """Blocked times at one speed, in milliseconds; numbers have no spread."""
+    times = {fig17.COARSE: ours, fig17.ALL_REDUCE: best, fig17.RING: ring, fig17.DENSE: dense}
+    measured = {
+        scheme: ms if isinstance(ms, Measured) else Measured.exactly(ms) for scheme, ms in times.items()
+    }
+    return fig17.Blocked(by_share=[measured], ways=ways)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +138,7 @@ def exactly(blocked_ms):
     ],
 )
 def test_blocked_time_has_to_change_as_in_the_paper_neither_less_nor_more(machine, ratio, verdict):
-    finding = fig17.compare(machine, exactly({fig17.COARSE: 10 * ratio, fig17.RING: 40, fig17.FASTEST: 10}))
+    finding = fig17.compare(PANELS[machine], blocked(10 * ratio, 10))
     assert finding.verdict == (WITHIN if verdict == WITHIN else DIFFERS)
     assert finding.checks[0].verdict == verdict
     assert finding.kind == "emulated"
@@ -138,28 +146,35 @@ def test_blocked_time_has_to_change_as_in_the_paper_neither_less_nor_more(machin
 
 
 def test_blocked_time_is_held_against_the_faster_all_reduce():
-    of_ring = fig17.compare("aws-p3", exactly({fig17.COARSE: 9, fig17.RING: 10, fig17.FASTEST: 40}))
-    of_fastest = fig17.compare("aws-p3", exactly({fig17.COARSE: 9, fig17.RING: 40, fig17.FASTEST: 10}))
+    of_ring = fig17.compare(PANELS["aws-p3"], blocked(9, 40, ring=10))
+    of_fastest = fig17.compare(PANELS["aws-p3"], blocked(9, 10))
     assert of_ring.note.startswith("9 against 10 ms")
     assert of_fastest.note.startswith("9 against 10 ms")
     assert of_fastest.deviations == ["change of blocked time higher"]
 
 
-def test_the_model_and_the_algorithms_of_all_reduce_are_told():
-    blocked = exactly({fig17.COARSE: 9, fig17.RING: 40, fig17.FASTEST: 10})
-    finding = fig17.compare("aws-p3", blocked, model="bert-base", ways="tree up to 4096 bytes")
-    assert "bert-base, aws-p3" in finding.ran
+def test_blocked_time_has_to_be_a_tenth_of_denses_at_most():
+    finding = fig17.compare(PANELS["aws-p3"], blocked(7, 10, dense=60))
+    assert finding.deviations == ["of DENSE's higher"]
+
+
+def test_the_algorithms_of_all_reduce_are_told():
+    finding = fig17.compare(PANELS["aws-p3"], blocked(9, 10, ways="tree up to 4096 bytes"))
     assert finding.note.endswith("; AllReduce by tree up to 4096 bytes")
 
 
 def test_the_spread_of_blocked_time_is_that_of_both():
-    spread = {
-        fig17.COARSE: Measured(value=8, low=7, high=9),
-        fig17.RING: Measured(value=10, low=9, high=14),
-        fig17.FASTEST: Measured.exactly(20),
-    }
-    (check,) = fig17.compare("aws-p3", spread).checks
+    spread = blocked(
+        Measured(value=8, low=7, high=9), Measured(value=10, low=9, high=14), ring=Measured.exactly(20)
+    )
+    check, _ = fig17.compare(PANELS["aws-p3"], spread).checks
     assert (check.measured.value, check.measured.low, check.measured.high) == pytest.approx((-20, -50, 0))
+
+
+def test_the_range_of_blocked_time_is_that_over_the_assumed_speeds():
+    speeds = [blocked(ours, 10).by_share[0] for ours in (6, 8, 9)]
+    check, _ = fig17.compare(PANELS["aws-p3"], fig17.Blocked(by_share=speeds)).checks
+    assert (check.measured.value, check.measured.low, check.measured.high) == pytest.approx((-20, -40, -10))
 
 
 def trial(batch, *steps_s):
