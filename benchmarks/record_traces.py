@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from coarse.bench.models import MODELS, build_workload
-from coarse.bench.provenance import Machine
+from coarse.bench.provenance import BenchMachine
 from coarse.bench.replay.trace import record_trace
 
 _TRACES = Path(__file__).parents[1] / "coarse" / "bench" / "replay" / "traces"
@@ -34,7 +34,8 @@ def main() -> None:
         model=arguments.model,
         batch=arguments.batch,
         sequence=arguments.sequence,
-        source=f"measured on {Machine.here()}, torch {torch.__version__}, {torch.get_num_threads()} threads, float32",
+        source=f"measured on {BenchMachine.here()}, torch {torch.__version__}, {torch.get_num_threads()} threads, "
+        "float32",
         repeats=arguments.repeats,
     )
     (_TRACES / f"{arguments.model}.json").write_text(trace.to_json(), encoding="utf-8")

@@ -23,7 +23,7 @@ EMULATED = "emulated"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class BenchMachine:
     """The machine on which a figure was measured. Cores and memory are those that this process may use."""
 
     cpu: str
@@ -31,7 +31,7 @@ class Machine:
     memory_bytes: int
 
     @classmethod
-    def here(cls) -> Machine:
+    def here(cls) -> BenchMachine:
         """Describes this machine, or a container's share of it."""
         memory = read_memory()
         limit_bytes = memory.cgroup_limit_bytes
@@ -50,12 +50,12 @@ class Provenance:
     """The origin of figures: the commit of COARSE and the machine."""
 
     commit: str
-    machine: Machine
+    machine: BenchMachine
 
     @classmethod
     def here(cls) -> Provenance:
         """The code and the machine of this process."""
-        return cls(commit=_commit(), machine=Machine.here())
+        return cls(commit=_commit(), machine=BenchMachine.here())
 
 
 def append_records(

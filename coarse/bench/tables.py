@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from coarse.bench.checkpoint.driver import SaveResult
 from coarse.bench.memory import REFERENCES, STEPS, StateMemory
-from coarse.bench.provenance import MEASURED, Machine
+from coarse.bench.provenance import MEASURED, BenchMachine
 from coarse.bench.replay.driver import ALL_REDUCES, SCHEMES, ReplayResult
 from coarse.bench.sync.driver import PEERS, SyncRecord, format_bytes
 from coarse.bench.sync.systems import LIMIT
@@ -27,7 +27,7 @@ class TextTable:
     rows: tuple[tuple[str, ...], ...]
 
 
-def heading(machine: Machine, what: str, *, kind: str = MEASURED) -> str:
+def heading(machine: BenchMachine, what: str, *, kind: str = MEASURED) -> str:
     """One line with the measurement, the machine and the kind of the figures."""
     return f"{what}; {kind} on {machine}"
 

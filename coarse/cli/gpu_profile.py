@@ -69,11 +69,11 @@ def print_topology(topology: GpuTopology, uuids: list[str]) -> None:
 
 def print_links(links: GpuLinks) -> None:
     """Prints latencies and bandwidths."""
-    from coarse.bench.provenance import Machine
+    from coarse.bench.provenance import BenchMachine
     from coarse.cli.plan import format_size, print_table
 
     smallest = next(iter(links.curves.values())).points[0].nbytes
-    print(f"measured on {', '.join(links.gpus)}; {Machine.here()}; host memory is pinned")
+    print(f"measured on {', '.join(links.gpus)}; {BenchMachine.here()}; host memory is pinned")
     print_table(
         "Copies: highest bandwidth, both directions in sum",
         ("path", f"{format_size(smallest)}, us", "alpha, us", "beta, GB/s", "highest, GB/s"),

@@ -1,6 +1,6 @@
 """Prints the workers' output: splits it into lines, marks them with the worker, and keeps progress bars readable.
 
-    pipe ──► Channel ──► LineSplitter ──► Console ──► stdout or stderr of the launcher
+    pipe ──► OutputPipe ──► LineSplitter ──► Console ──► stdout or stderr of the launcher
                 │                            └ Screen: the progress bar before the cursor
                 └──► log file, Tail
 
@@ -193,7 +193,7 @@ def open_consoles() -> tuple[Console, Console]:
 
 
 @dataclass(slots=True, eq=False)
-class Channel:
+class OutputPipe:
     """One output stream of one worker, from its pipe to its destinations.
 
     Args:

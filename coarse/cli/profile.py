@@ -170,14 +170,14 @@ def _profile_gpus(arguments: argparse.Namespace) -> int:
 
 def print_profile(basis: Basis) -> None:
     """Prints all figures of a profile, and the resulting plan."""
-    from coarse.bench.provenance import Machine
+    from coarse.bench.provenance import BenchMachine
     from coarse.cli.plan import print_routing, print_shard_size, print_table
     from coarse.profiler.profile import BOTH
 
     profile, key = basis.profile, basis.profile.key
     print(
         f"{key.machine}: {key.num_workers} workers, {key.num_devices} memory devices; {profile.kind} on "
-        f"{Machine.here()}; {basis.origin}"
+        f"{BenchMachine.here()}; {basis.origin}"
     )
     columns = ("", *(f"md{device}" for device in range(key.num_devices)))
     print_table(

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from coarse.cli.failure import WorkerExit, first_failure, report, reports_own_error, signal_name
-from coarse.cli.output import Channel, Console, Piece, StartupNotes, Tail, open_consoles
+from coarse.cli.output import Console, OutputPipe, Piece, StartupNotes, Tail, open_consoles
 from coarse.cli.processes import (
     FORWARDED_SIGNALS,
     NOTIFYING_SIGNALS,
@@ -103,7 +103,7 @@ class _Worker:
     rank: int
     process: subprocess.Popen[bytes]
     tail: Tail
-    channels: list[Channel] = field(default_factory=list)
+    pipes: list[OutputPipe] = field(default_factory=list)
     was_stopped: bool = False
     evidence: str = ""
     had_failed: bool = False
@@ -184,8 +184,8 @@ class Supervisor:
             worker = self._spawn(local_rank, {**self._plan.environments[local_rank], **changed})
             self._workers.append(worker)
             self._running[worker.process.pid] = worker
-            for channel in worker.channels:
-                self._selector.register(channel.fd, selectors.EVENT_READ, partial(self._pump, channel))
+            for pipe in worker.pipes:
+                self._selector.register(pipe.fd, selectors.EVENT_READ, partial(self._pump, pipe))
 
     def _spawn(self, local_rank: int, environment: Mapping[str, str]) -> _Worker:
         plan = self._plan
@@ -202,10 +202,10 @@ class Supervisor:
         )
         worker = _Worker(rank, process, Tail())
         if output is not None:
-            worker.channels.extend(self._channels(worker))
+            worker.pipes.extend(self._pipes(worker))
         return worker
 
-    def _channels(self, worker: _Worker) -> Iterator[Channel]:
+    def _pipes(self, worker: _Worker) -> Iterator[OutputPipe]:
         log_fd = _open_log(self._plan.log_dir, worker.rank, is_new=self._num_restarts == 0)
         prefix = (
             b"" if worker.rank == self._plan.first_rank and self._is_unmarked else b"[w%d] " % worker.rank
@@ -216,7 +216,7 @@ class Supervisor:
             pipe.close()
             os.set_blocking(fd, False)
             tail = worker.tail if name == "stderr" else None
-            yield Channel(
+            yield OutputPipe(
                 fd,
                 prefix,
                 self._console(name),
@@ -267,10 +267,10 @@ class Supervisor:
             self._steps.remove(step)
             step[1]()
 
-    def _pump(self, channel: Channel) -> None:
-        fd = channel.fd
-        channel.pump()
-        if not channel.is_open:
+    def _pump(self, pipe: OutputPipe) -> None:
+        fd = pipe.fd
+        pipe.pump()
+        if not pipe.is_open:
             self._selector.unregister(fd)
 
     def _on_signals(self, reader: int) -> None:
@@ -377,10 +377,10 @@ class Supervisor:
 
     def _drain(self) -> None:
         for worker in self._workers:
-            for channel in worker.channels:
-                while channel.is_open and channel.pump():
+            for pipe in worker.pipes:
+                while pipe.is_open and pipe.pump():
                     continue
-                channel.close()
+                pipe.close()
 
     def _verdict(self) -> int:
         exits = [worker.exit() for worker in self._ended]

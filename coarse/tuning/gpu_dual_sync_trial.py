@@ -192,7 +192,7 @@ class _Trial:
         """The shortest of several exchanges with these shards by NCCL; does not count the first."""
         self._group.nccl.use(self._communicator, own)
         seconds = [self._exchange() for _ in range(_NUM_TRIALS)]
-        self._group.nccl.settle()
+        self._group.nccl.synchronize()
         return min(seconds[1:])
 
     def _exchange(self) -> float:

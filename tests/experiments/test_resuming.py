@@ -6,12 +6,12 @@ import subprocess
 
 import pytest
 
-from coarse.bench.provenance import Machine, Provenance
+from coarse.bench.provenance import BenchMachine, Provenance
 from experiments import __main__ as command
 from experiments import common
 from experiments.common import Experiment, Finding, Outcome
 
-HERE = Provenance(commit="abc1234", machine=Machine(cpu="some", cores=2, memory_bytes=2**31))
+HERE = Provenance(commit="abc1234", machine=BenchMachine(cpu="some", cores=2, memory_bytes=2**31))
 
 
 class Runs:
@@ -68,7 +68,7 @@ def test_finished_experiments_are_not_run_again(run, capsys):
     "other",
     [
         Provenance(commit="def5678", machine=HERE.machine),
-        Provenance(commit="abc1234", machine=Machine(cpu="some", cores=4, memory_bytes=2**31)),
+        Provenance(commit="abc1234", machine=BenchMachine(cpu="some", cores=4, memory_bytes=2**31)),
     ],
 )
 def test_another_commit_or_machine_runs_them_again(run, other):

@@ -160,7 +160,7 @@ TEST_F(SpreadOverGpus, CopiesGoWhereTheirEndIs) {
   const auto copies = memory_->makeCopies();
   for (std::size_t gpu = 0; gpu < kNumGpus; ++gpu)
     copies->copy(to.get() + gpu * kPageBytes, from.get() + gpu * kPageBytes, kPageBytes);
-  copies->settle();
+  copies->synchronize();
   EXPECT_TRUE(std::equal(from.get(), from.get() + kNumGpus * kPageBytes, to.get()));
 }
 
@@ -174,7 +174,7 @@ TEST_F(SpreadOverGpus, OldVersionsAreOfEachGpuAndGoBack) {
       std::fill_n(at(block), kPageBytes, static_cast<std::byte>(1 + block));
       ASSERT_TRUE(pool->store(block, 0, at(block)));
     }
-    pool->settle();
+    pool->synchronize();
     EXPECT_EQ(standInPooledBytes() - before, kNumGpus * kPageBytes);
     std::fill_n(blocks.get(), kNumGpus * kPageBytes, std::byte{9});
     std::vector<std::byte> found(kPageBytes);

@@ -191,13 +191,13 @@ class HostSlotCopies : public SlotCopies {
  public:
   HostSlotCopies(TensorBytes slots, std::shared_ptr<Mapping> view)
       : slots_(std::move(slots)), view_(std::move(view)) {}
-  void bring(std::size_t offset, std::size_t numBytes) override {
+  void stage(std::size_t offset, std::size_t numBytes) override {
     begun_.push_back({slots_.get() + offset, view_->data() + offset, numBytes});
   }
   void fetch(std::size_t offset, std::size_t numBytes) override {
     begun_.push_back({view_->data() + offset, slots_.get() + offset, numBytes});
   }
-  void settle() override {
+  void synchronize() override {
     for (const Copy& copy : begun_) std::memcpy(copy.to, copy.from, copy.numBytes);
     begun_.clear();
   }

@@ -129,7 +129,7 @@ TEST_F(GpuJob, AnnouncesWhatWasBroughtBeforeIt) {
     GpuWorker worker(cluster_, plan_, rank);
     worker.compute().waitValue(gateAddress(), 1);
     std::vector<GpuTensor> tensors = worker.computeAll(1);
-    ASSERT_EQ(worker.transfers().bring(tensors, worker.compute().handle()), WaitStatus::kDone);
+    ASSERT_EQ(worker.transfers().stage(tensors, worker.compute().handle()), WaitStatus::kDone);
     for (GpuTensor& tensor : tensors) tensor.source = 0;  // it is on its way to its slot
     ASSERT_EQ(worker.transfers().push(tensors, worker.compute().handle()), WaitStatus::kDone);
     EXPECT_FALSE(worker.transfers().hasBrought(worker.transfers().numPushed()));
@@ -237,7 +237,7 @@ TEST_F(GpuJob, RefusesTensorsThatDoNotExist) {
   GpuWorker worker(cluster_, plan_, 0);
   const std::vector<GpuTensor> unknown = {{99, kPresent, 0, 0, nullptr}};
   EXPECT_THROW(worker.transfers().push(unknown, worker.compute().handle()), std::invalid_argument);
-  EXPECT_THROW(worker.transfers().bring(unknown, worker.compute().handle()), std::invalid_argument);
+  EXPECT_THROW(worker.transfers().stage(unknown, worker.compute().handle()), std::invalid_argument);
 }
 
 }  // namespace

@@ -82,7 +82,7 @@ class GpuWorker {
     }
     ASSERT_EQ(transfers_.join(compute_.handle()), WaitStatus::kDone);
   }
-  /// All tensors as the stream computes them, for bring().
+  /// All tensors as the stream computes them, for stage().
   std::vector<GpuTensor> computeAll(std::uint32_t step) {
     std::vector<GpuTensor> tensors;
     for (std::uint32_t tensor = 0; tensor < someTensors().size(); ++tensor) {

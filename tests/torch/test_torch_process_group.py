@@ -289,8 +289,8 @@ def test_a_worker_that_dies_in_backward_ends_the_others(job: dict[str, str]) -> 
 def test_a_worker_that_gives_up_does_not_wait_for_one_that_hangs(job: dict[str, str]) -> None:
     """Neither for collectives, which take COARSE_TIMEOUT_S where COARSE makes the group, nor in a destructor."""
     script = (
-        "import signal\n" + TRAIN + "from coarse.torch.checkpoint.agreement import Workers\n"
-        "group = Workers()._group\n"
+        "import signal\n" + TRAIN + "from coarse.torch.checkpoint.agreement import SaveAgreement\n"
+        "group = SaveAgreement()._group\n"
         "for each in (dist.group.WORLD, group):\n"
         "    print(each._get_backend(torch.device('cpu')).options._timeout.total_seconds())\n"
         "if dist.get_rank() == 1: os.kill(os.getpid(), signal.SIGSTOP)\n"

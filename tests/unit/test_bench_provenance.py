@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from coarse.bench.provenance import Machine, Provenance, append_records
+from coarse.bench.provenance import BenchMachine, Provenance, append_records
 from coarse.bench.sync.driver import SyncRecord
 from coarse.bench.timing import Timing
 
-HERE = Provenance(commit="abc123", machine=Machine(cpu="Some CPU", cores=2, memory_bytes=24 * 2**30))
+HERE = Provenance(commit="abc123", machine=BenchMachine(cpu="Some CPU", cores=2, memory_bytes=24 * 2**30))
 RECORD = SyncRecord(
     system="coarse",
     num_workers=2,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from coarse.bench.memory import StateMemory
-from coarse.bench.provenance import Machine
+from coarse.bench.provenance import BenchMachine
 from coarse.bench.sync.driver import SyncRecord, format_bytes
 from coarse.bench.tables import (
     bandwidth_table,
@@ -189,7 +189,7 @@ def test_train_record_has_the_agreed_fields() -> None:
 
 
 def test_heading_names_machine_and_kind() -> None:
-    line = heading(Machine(cpu="Some CPU", cores=2, memory_bytes=2**34), "2 workers")
+    line = heading(BenchMachine(cpu="Some CPU", cores=2, memory_bytes=2**34), "2 workers")
     assert line == "2 workers; measured on Some CPU, 2 cores, 16.0 GiB"
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coarse.cli.output import Channel, Console, LineSplitter, Piece, Screen, StartupNotes, Tail
+from coarse.cli.output import Console, LineSplitter, OutputPipe, Piece, Screen, StartupNotes, Tail
 
 
 def pieces_of(*chunks: bytes) -> list[Piece]:
@@ -111,7 +111,7 @@ def test_a_channel_that_nobody_reads_tells_it_and_drops_what_comes(pipe):
     nobody_reads, broken = os.pipe()
     os.close(nobody_reads)
     told: list[OSError] = []
-    channel = Channel(reader, b"", Console(broken, Screen(), False), on_unread=told.append)
+    channel = OutputPipe(reader, b"", Console(broken, Screen(), False), on_unread=told.append)
     for line in (b"lost\n", b"more\n"):
         os.write(writer, line)
         assert channel.pump()
@@ -142,7 +142,7 @@ def test_tensorflows_notes_are_shown_once_or_not_at_all_and_logged(pipe, tmp_pat
     said = ABSL + ONEDNN % 17 + b"I0000 other.cc:1] line\n" + ABSL + ONEDNN % 26
     with (tmp_path / "log").open("w+b") as log:
         console = Console(terminal, Screen(), False)
-        channel = Channel(reader, b"", console, log.fileno(), notes=StartupNotes(is_shown=is_shown))
+        channel = OutputPipe(reader, b"", console, log.fileno(), notes=StartupNotes(is_shown=is_shown))
         os.write(writer, said)
         assert channel.pump()
         channel.close()
@@ -156,7 +156,7 @@ def test_what_goes_to_a_log_alone_is_shown_when_the_disk_is_full(pipe):
     reader, writer = pipe
     shown, terminal = os.pipe()
     with open("/dev/full", "wb", buffering=0) as log:
-        channel = Channel(reader, b"[w1] ", None, log.fileno(), instead=Console(terminal, Screen(), False))
+        channel = OutputPipe(reader, b"[w1] ", None, log.fileno(), instead=Console(terminal, Screen(), False))
         os.write(writer, b"one\n")
         assert channel.pump()
         os.write(writer, b"two\n")
@@ -176,7 +176,7 @@ def test_a_channel_goes_on_logging_when_its_reader_is_gone(pipe, tmp_path):
     nobody_reads, broken = os.pipe()
     os.close(nobody_reads)
     with (tmp_path / "log").open("w+b") as log:
-        channel = Channel(reader, b"", Console(broken, Screen(), False), log.fileno())
+        channel = OutputPipe(reader, b"", Console(broken, Screen(), False), log.fileno())
         os.write(writer, b"kept\n")
         assert channel.pump()
         channel.close()

@@ -95,13 +95,13 @@ class GpuTransfers:
         self._native = _native.GpuTransfers(client, group.id, context, slots, results, timeout_s)
         self._is_joined = False  # since the last push
 
-    def bring(self, tensors: Sequence[GpuTensor], stream: int) -> None:
+    def stage(self, tensors: Sequence[GpuTensor], stream: int) -> None:
         """Copies tensors to their slots as `stream` computes them, before later pushes are announced.
 
         Arguments and errors are those of push().
         """
         self._is_joined = False
-        self._check(lambda: self._native.bring(tensors, stream))
+        self._check(lambda: self._native.stage(tensors, stream))
 
     def push(self, tensors: Sequence[GpuTensor], stream: int) -> None:
         """Contributes tensors as `stream` computes them, and copies results back; returns at once.

@@ -116,7 +116,7 @@ class NcclDirectAllReduce:
         self._why_not = why
         self._end()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Waits until NCCL has completed its work.
 
         Raises:
@@ -127,7 +127,7 @@ class NcclDirectAllReduce:
 
     def leave(self) -> None:
         """Settles, then releases NCCL when the other workers have finished as well; does not wait for them."""
-        self.settle()
+        self.synchronize()
         communicator, self._communicator = self._communicator, None
         if communicator is not None:
             timer = threading.Timer(_ABORTED_AFTER_S, communicator.abort)
@@ -144,7 +144,7 @@ class NcclDirectAllReduce:
     def _end(self) -> None:
         if self._communicator is None:
             return
-        self.settle()
+        self.synchronize()
         self._group.meeting.wait()  # others may read this worker's memory until they finish
         self._set_flags([0] * self._group.num_shards)
         self._transfers.use_direct_allreduce(None, 0)

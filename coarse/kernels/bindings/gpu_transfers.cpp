@@ -61,7 +61,7 @@ void registerGpuTransfers(py::module_& module) {
            }),
            py::arg("client"), py::arg("group"), py::arg("context"), py::arg("slots"), py::arg("results"),
            py::arg("timeout_s"), py::keep_alive<1, 2>(), ReleaseGil())
-      .def("bring", &take<&GpuTransfers::bring>, py::arg("tensors"), py::arg("stream"), ReleaseGil())
+      .def("stage", &take<&GpuTransfers::stage>, py::arg("tensors"), py::arg("stream"), ReleaseGil())
       .def("push", &take<&GpuTransfers::push>, py::arg("tensors"), py::arg("stream"), ReleaseGil())
       .def(
           "join",

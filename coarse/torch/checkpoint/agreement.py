@@ -29,7 +29,7 @@ _PATIENCE_S = 5.0
 _LEAVING_S = 5.0
 
 
-class Workers:
+class SaveAgreement:
     """Lets the workers of the job agree on saves.
 
     Proposals after one step are reduced while the next step runs, and the result is available after that step. So all
@@ -117,7 +117,7 @@ class Workers:
         self._group = None
 
 
-def _finish(workers: weakref.ref[Workers], owner_pid: int) -> None:
+def _finish(workers: weakref.ref[SaveAgreement], owner_pid: int) -> None:
     """Runs at exit, because without close() other workers may still wait for this worker's last proposal."""
     if (left := workers()) is not None and os.getpid() == owner_pid and not is_failing():
         left.flush(_LEAVING_S)

@@ -35,7 +35,7 @@ from coarse.checkpoint.saver import WorkerState as OwnState
 from coarse.checkpoint.values import from_json, to_json
 from coarse.checkpoint.writer import SaveDetails, WriteOptions
 from coarse.errors import CheckpointError, CoarseError, FolderClaimedError, SnapshotsBusyError, follow_up
-from coarse.torch.checkpoint.agreement import SaveSignal, Workers
+from coarse.torch.checkpoint.agreement import SaveAgreement, SaveSignal
 from coarse.torch.checkpoint.data_position import DataPosition
 from coarse.torch.checkpoint.host_copies import HostCopies
 from coarse.torch.checkpoint.plain_checkpoints import load_state_dicts
@@ -117,7 +117,7 @@ class Checkpointer:
         self._num_steps = first_step
         self._num_saves = 0
         self._is_closed = False
-        self._workers = Workers()
+        self._workers = SaveAgreement()
         self._state = {**checked(state), **OwnTensors.of(model, self._workers.world_size)}
         self._copies, self._step_hook = _copies_beside(optimizer)
         parent = Folder.open(folder, create=True)

@@ -260,7 +260,7 @@ class DistributedDataParallel(UnsupportedFeatures):
         self._gradients = GradientParts(self._session, name, self._trainable, self._averaging_options())
         self._gradients.register_rest()
         self._remote_optimizers = RemoteOptimizers(
-            self._session, name, self.module, self._gradients, weakly(self._bring_values)
+            self._session, name, self.module, self._gradients, weakly(self._receive_values)
         )
         self._embeddings = EmbeddingGradients(self.module, self._gradients.slot_of)
         if self.forward_sync_buffers and sum(buffer.numel() for buffer in self.modules_buffers):
@@ -322,7 +322,7 @@ class DistributedDataParallel(UnsupportedFeatures):
                 f"{_NO_VALUES} on some worker, and init_sync=False prevents copying them from worker 0"
             )
 
-    def _bring_values(self, but: Collection[torch.nn.Parameter] = ()) -> None:
+    def _receive_values(self, but: Collection[torch.nn.Parameter] = ()) -> None:
         """Copies worker 0's parameters to workers that built theirs on the meta device. Collective if any did."""
         if not self._awaits_values:
             return
@@ -461,7 +461,7 @@ class DistributedDataParallel(UnsupportedFeatures):
                 "this DistributedDataParallel was closed; use its .module, or wrap it again"
             )
         if torch.is_grad_enabled():
-            self._bring_values()
+            self._receive_values()
         self._awaited.check()
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
             self.ensure_registered()

@@ -184,9 +184,9 @@ class GradientSynchroniser:
         if isinstance(self.group, TensorGroup):
             self.group.reserve_slots()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Waits for the averages of all pushed gradients."""
-        self._path.settle()
+        self._path.synchronize()
 
     @property
     def num_updates(self) -> int:
@@ -207,7 +207,7 @@ class GradientSynchroniser:
             are_unscaled: Whether GradScaler has changed them; torch may not count this change.
         """
         assert isinstance(self.group, TensorGroup)
-        self._path.settle()
+        self._path.synchronize()
         gradients = [parameter.grad for parameter in self._parameters]
         if not are_unscaled and fingerprints(gradients, num_changes) == self._delivered:
             return [
@@ -344,7 +344,7 @@ class GradientSynchroniser:
     def expect_uneven_inputs(self) -> None:
         """From now on, workers may run out of inputs: shadow(). Collective."""
         if isinstance(self.group, TensorGroup):
-            self._path.settle()
+            self._path.synchronize()
             self.group.nccl.stop("after join() a worker without inputs would not take part")
 
     def shadow(self, *, divide_by_initial_world_size: bool) -> None:
@@ -353,7 +353,7 @@ class GradientSynchroniser:
         Does not wait for the result, so that a worker that shadows several models does not block the others.
         """
         self.finish_shadow()
-        self._path.settle()
+        self._path.synchronize()
         self.reserve()
         self._is_shadowing = True
         for index in range(len(self._parameters)):
@@ -528,8 +528,8 @@ class GradientSynchroniser:
                 self._updates_in_backward.end_backward(is_whole=not self._absent)
 
     def _push_tables(self) -> None:
-        for index in self._tables.bring_rows(are_averaged=self._updates_in_backward is None):
-            self._path.take_part(index, self._kind, present=True)
+        for index in self._tables.stage_rows(are_averaged=self._updates_in_backward is None):
+            self._path.contribute(index, self._kind, present=True)
 
     def _deliver_averages(self) -> None:
         self.has_local = False

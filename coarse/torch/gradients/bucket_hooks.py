@@ -151,12 +151,12 @@ class BucketHookGradients:
     def send(self, index: int, kind: UpdateKind) -> None:
         gradient = self._parameters[index].grad
         if gradient is None:
-            return self.take_part(index, kind, present=False)
+            return self.contribute(index, kind, present=False)
         self._layout.check(index, gradient)
         self.slot(index).copy_(gradient.detach())
         self._fill(index, is_used=True)
 
-    def take_part(self, index: int, kind: UpdateKind, *, present: bool) -> None:
+    def contribute(self, index: int, kind: UpdateKind, *, present: bool) -> None:
         self.slot(index).zero_()
         self._fill(index, is_used=present)
 
@@ -172,10 +172,10 @@ class BucketHookGradients:
     def is_late(self, index: int) -> bool:
         raise NotImplementedError("no gradients take turns with a hook")
 
-    def bring(self, index: int, gradient: torch.Tensor) -> None:
+    def stage(self, index: int, gradient: torch.Tensor) -> None:
         raise NotImplementedError("no optimizer is in the memory devices with a hook")
 
-    def finish_bringing(self) -> None:
+    def finish_staging(self) -> None:
         raise NotImplementedError("no optimizer is in the memory devices with a hook")
 
     def mirror(self, parameters: MirroredParameters) -> bool:
@@ -202,7 +202,7 @@ class BucketHookGradients:
                 parameter.grad = torch.empty_like(parameter)
             parameter.grad.detach().copy_(averages[index])
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         pass  # collect() has waited
 
     def check(self) -> None:

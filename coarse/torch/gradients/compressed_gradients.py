@@ -67,7 +67,7 @@ class CompressedGradients:
     def send(self, index: int, kind: UpdateKind) -> None:
         gradient = self._parameters[index].grad
         if gradient is None:
-            return self.take_part(index, kind, present=False)
+            return self.contribute(index, kind, present=False)
         if not self._is_rounded(index):
             return self._path.send(index, kind)
         self._layout.check(index, gradient)
@@ -77,8 +77,8 @@ class CompressedGradients:
         self._narrow[index].grad = rounded
         self._path.send(index, kind)
 
-    def take_part(self, index: int, kind: UpdateKind, *, present: bool) -> None:
-        self._path.take_part(index, kind, present=present)
+    def contribute(self, index: int, kind: UpdateKind, *, present: bool) -> None:
+        self._path.contribute(index, kind, present=present)
 
     def flush(self) -> None:
         self._path.flush()
@@ -86,11 +86,11 @@ class CompressedGradients:
     def is_late(self, index: int) -> bool:
         return self._path.is_late(index)
 
-    def bring(self, index: int, gradient: torch.Tensor) -> None:
+    def stage(self, index: int, gradient: torch.Tensor) -> None:
         raise NotImplementedError("an optimizer in the memory devices takes gradients as they are")
 
-    def finish_bringing(self) -> None:
-        self._path.finish_bringing()
+    def finish_staging(self) -> None:
+        self._path.finish_staging()
 
     def mirror(self, parameters: MirroredParameters) -> bool:
         return False
@@ -113,8 +113,8 @@ class CompressedGradients:
         if destinations:
             torch._foreach_copy_(destinations, sources)
 
-    def settle(self) -> None:
-        self._path.settle()
+    def synchronize(self) -> None:
+        self._path.synchronize()
 
     def confirm(self) -> None:
         self._path.confirm()

@@ -84,7 +84,7 @@ class GpuGradients:
         self._held: list[torch.Tensor] = []
         self._next_to_leave: list[torch.Tensor] = []
         self._leaving: deque[tuple[int, list[torch.Tensor]]] = deque()
-        self._brought: list[GpuTensor] = []
+        self._to_stage: list[GpuTensor] = []
         self._staged: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._others: dict[int, torch.Tensor] = {}  # averages of gradients that this worker lacks
 
@@ -104,7 +104,7 @@ class GpuGradients:
     def send(self, index: int, kind: UpdateKind) -> None:
         gradient = self._parameters[index].grad
         if gradient is None:
-            return self.take_part(index, kind, present=False)
+            return self.contribute(index, kind, present=False)
         plain = self._plain(index, gradient)
         address = plain.data_ptr()
         if kind is UpdateKind.UPDATE:
@@ -116,7 +116,7 @@ class GpuGradients:
         self._held.append(plain)
         self._add((index, _PRESENT | kind, address, address, 0), self._nbytes[index])
 
-    def take_part(self, index: int, kind: UpdateKind, *, present: bool) -> None:
+    def contribute(self, index: int, kind: UpdateKind, *, present: bool) -> None:
         flags = kind | (_PRESENT if present else 0)
         if kind & UpdateKind.UPDATE:
             return self._add((index, flags, 0, *self._mirrored(index)), self._nbytes[index])
@@ -138,15 +138,15 @@ class GpuGradients:
             self.flush()
         return self._group.is_late(index)
 
-    def bring(self, index: int, gradient: torch.Tensor) -> None:
+    def stage(self, index: int, gradient: torch.Tensor) -> None:
         plain = self._plain(index, gradient)
         self._next_to_leave.append(plain)
-        self._brought.append((index, 0, plain.data_ptr(), 0, 0))
+        self._to_stage.append((index, 0, plain.data_ptr(), 0, 0))
 
-    def finish_bringing(self) -> None:
-        if self._brought:
-            self._transfers.bring(self._brought, self._gpu.current_stream())
-            self._brought = []
+    def finish_staging(self) -> None:
+        if self._to_stage:
+            self._transfers.stage(self._to_stage, self._gpu.current_stream())
+            self._to_stage = []
 
     def collect(self, *, counts: bool) -> Sequence[int]:
         self.flush()
@@ -155,7 +155,7 @@ class GpuGradients:
         self._leaving.clear()  # later users of their memory are ordered behind the copies
         contributors = self._group.pull_all() if counts or self._pulls_each_step else ()
         if self._waits:
-            self._group.nccl.settle()
+            self._group.nccl.synchronize()
         return contributors
 
     def deliver(self, absent: Collection[int], contributors: Sequence[int]) -> None:
@@ -169,7 +169,7 @@ class GpuGradients:
         self._staged.clear()
         self._held.clear()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         if not self._pulls_each_step:  # otherwise collect() has waited
             self._group.pull_all()
 
@@ -178,7 +178,7 @@ class GpuGradients:
 
     def confirm(self) -> None:
         self._group.pull_all()
-        self._group.nccl.settle()
+        self._group.nccl.synchronize()
         self._transfers.check()
 
     @property

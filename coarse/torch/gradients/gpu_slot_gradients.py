@@ -53,7 +53,7 @@ class GpuSlotGradients(GpuGradients):
     def send(self, index: int, kind: UpdateKind) -> None:
         gradient = self._parameters[index].grad
         if gradient is None:
-            return self.take_part(index, kind, present=False)
+            return self.contribute(index, kind, present=False)
         self._copy_to_slot(index, gradient)
         if kind is UpdateKind.UPDATE or not self._keeps_gradients:
             self._parameters[index].grad = None  # the gradient is in the slot now
@@ -63,10 +63,10 @@ class GpuSlotGradients(GpuGradients):
             self._sent.append(index)
         self._contribute(index, kind, present=True)
 
-    def take_part(self, index: int, kind: UpdateKind, *, present: bool) -> None:
+    def contribute(self, index: int, kind: UpdateKind, *, present: bool) -> None:
         self._contribute(index, kind, present=present)
 
-    def bring(self, index: int, gradient: torch.Tensor) -> None:
+    def stage(self, index: int, gradient: torch.Tensor) -> None:
         self._copy_to_slot(index, gradient)
 
     def _contribute(self, index: int, kind: UpdateKind, *, present: bool) -> None:

@@ -25,7 +25,7 @@ class GradientPath(Protocol):
     def send(self, index: int, kind: UpdateKind) -> None:
         """Contributes a parameter's `.grad`, which must not change before deliver(); nothing if it is None."""
 
-    def take_part(self, index: int, kind: UpdateKind, *, present: bool) -> None:
+    def contribute(self, index: int, kind: UpdateKind, *, present: bool) -> None:
         """Contributes data that memory devices can already read, or nothing if not `present`."""
 
     def flush(self) -> None:
@@ -34,11 +34,11 @@ class GradientPath(Protocol):
     def is_late(self, index: int) -> bool:
         """Whether the result of a sent gradient has not arrived yet."""
 
-    def bring(self, index: int, gradient: torch.Tensor) -> None:
+    def stage(self, index: int, gradient: torch.Tensor) -> None:
         """Copies a gradient to its slot, if it is not there yet."""
 
-    def finish_bringing(self) -> None:
-        """Orders all bring() copies before later contributions."""
+    def finish_staging(self) -> None:
+        """Orders all stage() copies before later contributions."""
 
     def mirror(self, parameters: MirroredParameters) -> bool:
         """Copies the results of updates to `parameters`; returns False if the caller must pull them instead."""
@@ -61,7 +61,7 @@ class GradientPath(Protocol):
             contributors: Result of collect(); needed if a gradient is absent.
         """
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Waits until this worker may use the slots again, after deliver()."""
 
     def check(self) -> None:

@@ -22,7 +22,7 @@ class HostGradients:
         gradient_as_view: Whether `.grad` becomes the slot; otherwise averages are copied back. Gradients outside host
             memory are always copied.
         keeps_gradients: False if the slot replaces the gradient and no `.grad` remains.
-        tables: Parameters without a slot; only take_part() handles them.
+        tables: Parameters without a slot; only contribute() handles them.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class HostGradients:
     def send(self, index: int, kind: UpdateKind) -> None:
         gradient = self._parameters[index].grad
         if gradient is None:
-            return self.take_part(index, kind, present=False)
+            return self.contribute(index, kind, present=False)
         self._group.push(index, source=self._source(index, gradient), update=kind)
         if not self._keeps_gradients:
             self._parameters[index].grad = None  # the gradient is in the slot now
@@ -95,7 +95,7 @@ class HostGradients:
         self._layout.check(index, gradient)
         self._slots[index].copy_(gradient.detach())
 
-    def take_part(self, index: int, kind: UpdateKind, *, present: bool) -> None:
+    def contribute(self, index: int, kind: UpdateKind, *, present: bool) -> None:
         self._group.push(index, present=present, update=kind)
 
     def flush(self) -> None:
@@ -104,12 +104,12 @@ class HostGradients:
     def is_late(self, index: int) -> bool:
         return self._group.is_late(index)
 
-    def bring(self, index: int, gradient: torch.Tensor) -> None:
+    def stage(self, index: int, gradient: torch.Tensor) -> None:
         if self._source(index, gradient):
             self._copy_to_slot(index, gradient)
 
-    def finish_bringing(self) -> None:
-        pass  # bring() has waited
+    def finish_staging(self) -> None:
+        pass  # stage() has waited
 
     def mirror(self, parameters: MirroredParameters) -> bool:
         return False
@@ -137,7 +137,7 @@ class HostGradients:
         if destinations:
             torch._foreach_copy_(destinations, sources)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         pass  # collect() has waited
 
     def check(self) -> None:

@@ -55,7 +55,7 @@ class SparseGradients:
         """
         self._held[index] = self._rows_of(index, gradient)
 
-    def bring_rows(self, *, are_averaged: bool) -> list[int]:
+    def stage_rows(self, *, are_averaged: bool) -> list[int]:
         """Copies the held gradients to shared memory; returns the tables to push now.
 
         Collective if tables exist and are averaged: workers exchange their numbers of rows.

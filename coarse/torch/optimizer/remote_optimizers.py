@@ -60,7 +60,7 @@ class RemoteOptimizers:
         name: Name of the model, the same on every worker.
         module: The model.
         gradients: Its registered gradients.
-        bring_values: Copies worker 0's values, except of the given parameters, to workers that have none yet.
+        receive_values: Copies worker 0's values, except of the given parameters, to workers that have none yet.
             Collective.
     """
 
@@ -70,13 +70,13 @@ class RemoteOptimizers:
         name: str,
         module: torch.nn.Module,
         gradients: GradientParts,
-        bring_values: Callable[[Collection[torch.nn.Parameter]], object],
+        receive_values: Callable[[Collection[torch.nn.Parameter]], object],
     ) -> None:
         self._session = session
         self._name = name
         self._module = module
         self._gradients = gradients
-        self._bring_values = bring_values
+        self._receive_values = receive_values
         self._provides_values = session.identity.rank == session.node_workers[0]
 
     @property
@@ -162,7 +162,7 @@ class RemoteOptimizers:
 
     def _prepare_values(self, moved: Sequence[torch.nn.Parameter]) -> None:
         """Leaves the values of parameters on each node's first worker, which provides them. Collective."""
-        self._bring_values(moved)
+        self._receive_values(moved)
         if len(self._session.node_workers) < self._session.identity.world_size:
             # From now on, each node has the values of its own first worker.
             broadcast_tensors(self._session, moved)
@@ -249,7 +249,7 @@ class RemoteOptimizers:
             part.cached = offloaded.cache(staleness=staleness)
             part.cached.follow(self._module)
         elif has_copies:
-            part.updates.mirror(offloaded.mirror(part.gradients.settle))
+            part.updates.mirror(offloaded.mirror(part.gradients.synchronize))
         elif self._is_true_anywhere(bool(reason := group.map_own_parameters())):
             logger.info(
                 "workers see other workers' writes to parameters: %s", reason or "another worker needs this"

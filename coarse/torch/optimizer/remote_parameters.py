@@ -68,7 +68,7 @@ class RemoteParameters:
         self._moved: list[int] = []
         self._before_leaving: list[Callable[[], object]] = []
         self._lent: LentState | None = None
-        self._settle_gradients: Callable[[], None] = lambda: None
+        self._synchronize_gradients: Callable[[], None] = lambda: None
         self._finish_update = finish_update
         self.recovered_step = 0 if group.recovered is None else group.recovered.step
         """The last step in the parameters and states that the memory devices kept for this worker; 0 for none."""
@@ -132,13 +132,13 @@ class RemoteParameters:
         """Moves parameters that _move() has moved to shared memory back to own memory, before they become copies."""
         forget_values(self._parameters)
 
-    def mirror(self, settle: Callable[[], None]) -> MirroredParameters:
+    def mirror(self, synchronize: Callable[[], None]) -> MirroredParameters:
         """Makes every parameter a copy on the model's GPU, if memory devices store it elsewhere; see share().
 
         Args:
-            settle: Waits for this worker's pushes; afterwards the others have fetched their earlier pushes.
+            synchronize: Waits for this worker's pushes; afterwards the others have fetched their earlier pushes.
         """
-        self._settle_gradients = settle
+        self._synchronize_gradients = synchronize
         self._take_own_memory()
         self._mirror = MirroredParameters(self._parameters, self._originals, writes=self.writes)
         self._is_shared = True
@@ -289,7 +289,7 @@ class RemoteParameters:
         if self._cached is not None:
             self._cached.publish_changes()
         elif self._mirror is not None and (changed := self._mirror.changed()):
-            self._settle_gradients()
+            self._synchronize_gradients()
             if self.writes:
                 self._group.keep_snapshots()
             self._mirror.publish(changed)

@@ -85,8 +85,8 @@ class RemoteUpdates:
             if self._tables.are_there and index in self._tables:
                 self._tables.replace_mean(index, gradient)
             else:
-                self._path.bring(index, gradient)
-        self._path.finish_bringing()
+                self._path.stage(index, gradient)
+        self._path.finish_staging()
         return [gradient is not None for gradient in gradients]
 
     def _push(self, present: Sequence[bool]) -> None:
@@ -95,7 +95,7 @@ class RemoteUpdates:
             if has_failpoints:
                 self._path.flush()
                 self._reach("step.push", index)
-            self._path.take_part(index, UpdateKind.UPDATE_BY_MEAN, present=has_gradient)
+            self._path.contribute(index, UpdateKind.UPDATE_BY_MEAN, present=has_gradient)
 
     def begin_backward(self) -> None:
         """Begins the update of a backward; a parameter is updated once all workers have pushed its gradient."""

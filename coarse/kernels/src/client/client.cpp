@@ -211,9 +211,9 @@ void Client::bringTensor(Group& group, const ClientTensor& tensor, const void* s
       copyBytes(group.slots->data() + offset, static_cast<const std::byte*>(source) + (offset - tensorOffset),
                 numBytes);
     }
-    group.copies->bring(offset, numBytes);
+    group.copies->stage(offset, numBytes);
   }
-  group.copies->settle();
+  group.copies->synchronize();
 }
 
 WaitStatus Client::postDescriptor(std::uint16_t device, Descriptor descriptor, std::size_t numBytes,
@@ -298,7 +298,7 @@ void Client::fetchShards(Group& group, std::uint32_t first, std::uint32_t last) 
   const std::lock_guard lock(group.copiesMutex);
   const std::uint64_t offset = group.plan.shards[first].offset;
   group.copies->fetch(offset, endOf(group.plan.shards[last - 1]) - offset);
-  group.copies->settle();
+  group.copies->synchronize();
 }
 
 void Client::fetchPending(Group& group) {
@@ -311,7 +311,7 @@ void Client::fetchPending(Group& group) {
     const Shard& last = group.plan.shards[tensor.firstShard + tensor.numShards - 1];
     group.copies->fetch(offset, endOf(last) - offset);
   }
-  group.copies->settle();
+  group.copies->synchronize();
 }
 
 bool Client::isShardDone(const Group& group, std::uint32_t shard) noexcept {

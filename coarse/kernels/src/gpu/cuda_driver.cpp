@@ -243,7 +243,7 @@ void Context::synchronize() const {
   check(api().cuCtxSynchronize(), "cuCtxSynchronize");
 }
 
-bool Context::settle() const noexcept {
+bool Context::synchronize() const noexcept {
   Result result = kSuccess;
   try {
     const ContextScope scope(*this);
@@ -530,11 +530,11 @@ void DeviceMemory::allowAccess() const {
         names + (accesses.size() > 1 ? " have" : " has") + " to reach this memory");
 }
 
-bool DeviceMemory::settle() const noexcept {
+bool DeviceMemory::synchronize() const noexcept {
   if (!context_->isUsable()) return true;
-  bool isSettled = context_->settle();
-  for (const SharedContext& other : others_) isSettled &= other->settle();
-  return isSettled;
+  bool isSynchronized = context_->synchronize();
+  for (const SharedContext& other : others_) isSynchronized &= other->synchronize();
+  return isSynchronized;
 }
 
 DeviceMemory::DeviceMemory(DeviceMemory&& other) noexcept

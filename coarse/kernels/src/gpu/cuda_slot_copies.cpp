@@ -19,7 +19,7 @@ CudaSlotCopies::~CudaSlotCopies() {
   }
 }
 
-void CudaSlotCopies::bring(std::size_t offset, std::size_t numBytes) {
+void CudaSlotCopies::stage(std::size_t offset, std::size_t numBytes) {
   const cuda::ContextScope scope(*slots_->context());
   stream_.copyToDevice(slots_->address() + offset, view_->data() + offset, numBytes);
 }
@@ -29,7 +29,7 @@ void CudaSlotCopies::fetch(std::size_t offset, std::size_t numBytes) {
   stream_.copyToHost(view_->data() + offset, slots_->address() + offset, numBytes);
 }
 
-void CudaSlotCopies::settle() {
+void CudaSlotCopies::synchronize() {
   const cuda::ContextScope scope(*slots_->context());
   stream_.synchronize();
 }

@@ -60,7 +60,7 @@ bool CudaSnapshotPool::store(std::size_t block, std::size_t place, const std::by
   return true;
 }
 
-void CudaSnapshotPool::settle() {
+void CudaSnapshotPool::synchronize() {
   const cuda::ContextScope scope(*context_);
   keeping_.synchronize();
 }

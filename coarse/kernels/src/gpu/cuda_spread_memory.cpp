@@ -22,8 +22,8 @@ class SpreadCopies : public TensorCopies {
   void copy(std::byte* to, const std::byte* from, std::size_t numBytes, NextUse use) override {
     copies_[memory_.gpuOf(to)]->copy(to, from, numBytes, use);
   }
-  void settle() override {
-    for (const auto& each : copies_) each->settle();
+  void synchronize() override {
+    for (const auto& each : copies_) each->synchronize();
   }
 
  private:
@@ -92,8 +92,8 @@ class SpreadPool : public SnapshotPool {
   bool store(std::size_t block, std::size_t place, const std::byte* current) override {
     return poolOf(current).store(block, place, current);
   }
-  void settle() override {
-    for (const auto& each : pools_) each->settle();
+  void synchronize() override {
+    for (const auto& each : pools_) each->synchronize();
   }
   void free(std::size_t block, std::size_t place) noexcept override {
     for (const auto& each : pools_) each->free(block, place);

@@ -378,7 +378,7 @@ class CudaCopies : public TensorCopies {
       stream_.copyOnDevice(cuda::addressOf(to), cuda::addressOf(from), numBytes);
     }
   }
-  void settle() override {
+  void synchronize() override {
     const cuda::ContextScope scope(*context_);
     stream_.synchronize();
   }

@@ -134,12 +134,12 @@ WaitStatus GpuTransfers::follow(cuda::StreamHandle stream) {
   return WaitStatus::kDone;
 }
 
-WaitStatus GpuTransfers::bring(const std::vector<GpuTensor>& tensors, cuda::StreamHandle stream) {
+WaitStatus GpuTransfers::stage(const std::vector<GpuTensor>& tensors, cuda::StreamHandle stream) {
   const cuda::ContextScope scope(*context_);
   if (const WaitStatus failure = follow(stream); failure != WaitStatus::kDone) return failure;
   for (const GpuTensor& tensor : tensors) {
     const ShardRange shards = client_.shardsOf(config_.group, tensor.tensor);
-    bring(pieceOf(tensor, shards.first, shards));
+    stage(pieceOf(tensor, shards.first, shards));
   }
   return WaitStatus::kDone;
 }
@@ -149,7 +149,7 @@ WaitStatus GpuTransfers::push(const std::vector<GpuTensor>& tensors, cuda::Strea
   if (const WaitStatus failure = follow(stream); failure != WaitStatus::kDone) return failure;
   if (const WaitStatus failure = takeOwn(tensors); failure != WaitStatus::kDone) return failure;
   for (Batch& each : cut(tensors)) {
-    for (const Piece& piece : each.pieces) bring(piece);
+    for (const Piece& piece : each.pieces) stage(piece);
     pushStream_.writeValue(words_.brought(), each.number);
     const auto batch = std::make_shared<const Batch>(std::move(each));
     unfetched_.push_back({batch, markBrought()});
@@ -324,7 +324,7 @@ GpuTransfers::Piece GpuTransfers::pieceOf(const GpuTensor& tensor, std::uint32_t
   return piece;
 }
 
-void GpuTransfers::bring(const Piece& piece) {
+void GpuTransfers::stage(const Piece& piece) {
   if (piece.source == 0) return;
   if (slots_.gpu == nullptr) {
     pushStream_.copyToHost(piece.slot, piece.source, piece.numBytes);

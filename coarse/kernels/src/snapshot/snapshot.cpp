@@ -234,7 +234,7 @@ bool SnapshotStore::beginToKeep(std::uint32_t snapshot, const BlockInPlace& bloc
 /// Records begun copies once they are complete.
 void SnapshotStore::conclude(std::vector<Copy>& begun) {
   if (begun.empty()) return;
-  pool_->settle();
+  pool_->synchronize();
   for (Copy& copy : begun) {
     auto& record = control_.record(copy.block, placeOf(copy.snapshot));
     // release: the copy before the word that leads to it. acquire: if a reader has let go, it has finished

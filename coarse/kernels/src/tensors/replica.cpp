@@ -97,13 +97,13 @@ void Replica::copy(const TensorGroup& group, const std::vector<std::uint32_t>& s
     copies.copy(staged + offset, part.in(group.kept()), part.numBytes, NextUse::kSoon);
     offset += part.numBytes;
   }
-  copies.settle();
+  copies.synchronize();
   offset = 0;
   for (const KeptPart& part : parts) {
     copies.copy(part.in(kept()), staged + offset, part.numBytes);
     offset += part.numBytes;
   }
-  copies.settle();
+  copies.synchronize();
   for (const std::uint32_t shard : shards) copyRecord(control_.record(shard), group.control().update(shard));
 }
 
@@ -115,7 +115,7 @@ void Replica::begin(const TensorGroup& group, std::uint32_t step,
     for (const KeptPart& part : group.partsOf(shard))
       copies->copy(part.in(kept()), part.in(group.kept()), part.numBytes);
   }
-  copies->settle();
+  copies->synchronize();
   for (std::uint32_t shard = 0; shard < shards.size(); ++shard) {
     UpdateRecord& record = control_.record(shard);
     record.updateNumber.store(updateNumbers[shards[shard].tensor], std::memory_order_relaxed);

@@ -71,7 +71,7 @@ void copyRegion(const TensorMemory& memory, const Region& from, const Region& to
   const TensorBytes target = memory.map(to, numBytes, "a copy");
   const std::unique_ptr<TensorCopies> copies = memory.makeCopies();
   copies->copy(target.get(), source.get(), numBytes);
-  copies->settle();
+  copies->synchronize();
 }
 
 }  // namespace coarse

@@ -33,7 +33,7 @@ void UndoLog::keep(const TensorGroup& group, std::uint32_t shard) { keep(group, 
 void UndoLog::keep(const TensorGroup& group, const std::uint32_t* shards, std::size_t count) {
   const KeptMemory log{parameters_.get(), states_.get()};
   for (std::size_t i = 0; i < count; ++i) copyShard(*copies_, group, shards[i], log, group.kept());
-  copies_->settle();
+  copies_->synchronize();
   for (std::size_t i = 0; i < count; ++i) copyRecord(records_[shards[i]], group.control().update(shards[i]));
 }
 
@@ -47,7 +47,7 @@ bool UndoLog::restore(TensorGroup& group, std::uint32_t shard, std::uint32_t ste
     return true;
   }
   copyShard(*copies_, group, shard, group.kept(), {parameters_.get(), states_.get()});
-  copies_->settle();
+  copies_->synchronize();
   copyRecord(seen, records_[shard]);
   return true;
 }

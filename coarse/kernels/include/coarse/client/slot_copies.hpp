@@ -14,11 +14,11 @@ class SlotCopies {
 
   /// Begins to copy the worker's memory to its slots. Offsets count from the first byte of either memory.
   /// @throws std::runtime_error if the copy fails, as the other functions do.
-  virtual void bring(std::size_t offset, std::size_t numBytes) = 0;
+  virtual void stage(std::size_t offset, std::size_t numBytes) = 0;
   /// Begins to copy slots to the worker's memory.
   virtual void fetch(std::size_t offset, std::size_t numBytes) = 0;
   /// Returns when all copies begun so far are complete.
-  virtual void settle() = 0;
+  virtual void synchronize() = 0;
 };
 
 }  // namespace coarse

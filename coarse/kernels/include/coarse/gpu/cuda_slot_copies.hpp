@@ -17,9 +17,9 @@ class CudaSlotCopies : public SlotCopies {
   CudaSlotCopies(std::shared_ptr<const cuda::DeviceMemory> slots, std::shared_ptr<Mapping> view);
   ~CudaSlotCopies() override;
 
-  void bring(std::size_t offset, std::size_t numBytes) override;
+  void stage(std::size_t offset, std::size_t numBytes) override;
   void fetch(std::size_t offset, std::size_t numBytes) override;
-  void settle() override;
+  void synchronize() override;
 
  private:
   std::shared_ptr<const cuda::DeviceMemory> slots_;

@@ -21,7 +21,7 @@ class CudaSnapshotPool : public SnapshotPool {
   ~CudaSnapshotPool() override;
 
   bool store(std::size_t block, std::size_t place, const std::byte* current) override;
-  void settle() override;
+  void synchronize() override;
   void free(std::size_t block, std::size_t place) noexcept override;
   void trim() noexcept override;
   bool load(std::size_t block, std::size_t place, std::byte* destination) override;

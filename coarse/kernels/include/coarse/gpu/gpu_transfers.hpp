@@ -88,7 +88,7 @@ class GpuTransfers {
   /// Copies tensors to their slots, behind all work given to `stream` before. Later pushes are announced when
   /// these copies are complete; the tensors must stay unchanged until a stream has joined. Returns and throws
   /// as push().
-  WaitStatus bring(const std::vector<GpuTensor>& tensors, cuda::StreamHandle stream);
+  WaitStatus stage(const std::vector<GpuTensor>& tensors, cuda::StreamHandle stream);
   /// Contributes tensors, as they are after all work given to `stream` before. They must stay unchanged, and
   /// allocated, until a stream has joined.
   /// @returns kDone, even if results will never arrive; else the failure, and nothing was contributed.
@@ -181,7 +181,7 @@ class GpuTransfers {
   void setGiving(bool isGiving);
   void joinOwn(cuda::StreamHandle stream);
   Piece pieceOf(const GpuTensor& tensor, std::uint32_t firstShard, const ShardRange& shards) const;
-  void bring(const Piece& piece);
+  void stage(const Piece& piece);
   SomeEvent markBrought();
   void followPush(SomeEvent brought);
   void fetch(const Batch& batch);

@@ -10,7 +10,7 @@ namespace coarse {
 /// The place of old versions of blocks to which snapshots refer. Each block has its own place for each
 /// snapshot that can be held (docs/design/storage.md).
 ///
-/// Thread safety: store() and settle() by any number of threads, where each settles its own stores;
+/// Thread safety: store() and synchronize() by any number of threads, where each synchronizes its own stores;
 /// everything else likewise. At most one store() or free() at a time for a block and a place.
 class SnapshotPool {
  public:
@@ -25,7 +25,7 @@ class SnapshotPool {
   virtual bool store(std::size_t block, std::size_t place, const std::byte* current) = 0;
   /// Returns when this thread's stores are complete.
   /// @throws cuda::Error likewise.
-  virtual void settle() {}
+  virtual void synchronize() {}
   /// Frees the memory of one version. Another thread may be copying it; that copy is then invalid.
   virtual void free(std::size_t block, std::size_t place) noexcept = 0;
   /// Returns when others can use the memory freed so far: for threads that may wait.

@@ -24,11 +24,11 @@ class TensorCopies {
  public:
   virtual ~TensorCopies() = default;
 
-  /// Begins to copy. @throws std::runtime_error if the copy fails, as settle().
+  /// Begins to copy. @throws std::runtime_error if the copy fails, as synchronize().
   virtual void copy(std::byte* to, const std::byte* from, std::size_t numBytes,
                     NextUse use = NextUse::kLate) = 0;
   /// Returns when all copies begun so far are complete.
-  virtual void settle() {}
+  virtual void synchronize() {}
 };
 
 /// A kind of memory in which the tensors of a group lie: how a process maps it, and how it computes there
