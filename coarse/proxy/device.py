@@ -495,7 +495,7 @@ class MemoryDevice:
                 if not self._workers[client].has_left:
                     self.worker_misbehaved(self._workers[client], text)
             elif text:
-                self._abort(Failure(error="SchemaMismatchError", text=text))
+                self._abort(Failure(error="SchemaMismatchError", text=self._registrar.name_tensors(text)))
             else:
                 self._abort(self._departure())
 

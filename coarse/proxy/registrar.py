@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import re
 from collections.abc import Mapping
 
 from coarse.errors import CoarseError, OutOfDeviceMemoryError
@@ -49,6 +50,7 @@ from coarse.wire.slot_routes import check_routes, pieces_of_slots
 
 logger = logging.getLogger(__name__)
 
+_NUMBERED_TENSOR = re.compile(r"tensor #(\d+)/(\d+)")  # TensorGroup::describeTensor()
 _MOST_GROUP_ID = (1 << 32) - 1
 
 
@@ -120,6 +122,17 @@ class Registrar:
         registration = self._registrations.get(group)
         asked = {} if registration is None else registration.schemas
         return [client for client in range(self._job.num_clients) if client not in asked]
+
+    def name_tensors(self, text: str) -> str:
+        """A native message with the names of tensors in place of their numbers."""
+        return _NUMBERED_TENSOR.sub(lambda match: self._tensor_name(int(match[1]), int(match[2])), text)
+
+    def _tensor_name(self, group: int, tensor: int) -> str:
+        registration = self._registrations.get(group)
+        schema = None if registration is None else next(iter(registration.schemas.values()), None)
+        if schema is None or tensor >= len(schema.specs):
+            return f"tensor {tensor}"
+        return f"tensor {schema.specs[tensor].name!r} of {schema.name}"
 
     def take_peer_memory(self, message: Message, segments: list[Segment]) -> None:
         """Takes the share of a group that another device has allocated."""

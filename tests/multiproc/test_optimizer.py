@@ -300,7 +300,9 @@ def test_unlike_values_that_workers_write_to_a_parameter_end_the_session(job, wr
             np.frombuffer(group.settings(), dtype=SETTINGS_DTYPE)["written"] = digests
             for index in range(len(LENGTHS)):
                 group.push(index, update=UpdateKind.UPDATE)
-            with pytest.raises(CoarseError, match="tensor 1: workers 0 and 1 have written unlike values"):
+            with pytest.raises(
+                CoarseError, match="tensor '1' of model: workers 0 and 1 have written unlike values"
+            ):
                 group.pull_all()
 
     job.run(2, worker)

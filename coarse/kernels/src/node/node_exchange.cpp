@@ -317,14 +317,14 @@ std::string NodeExchange::disagreement(const Group& group, std::uint32_t shard) 
     const std::uint32_t ahead =
         theirs.step.load(std::memory_order_acquire) - ours.step.load(std::memory_order_acquire);
     if (ahead != 0) {
-      return workersOf(node) + " and " + workersOf(index_.node) +
-             " are at different points of a step of shard " + std::to_string(shard) +
+      return workersOf(node) + " and " + workersOf(index_.node) + " are at different points of a step of " +
+             group.tensors->describeTensor(shard) +
              ": some have updated a parameter more often than others. Call backward() and "
              "optimizer.step() equally often on every worker";
     }
     if (theirs.settings != ours.settings) {
-      return "tensor " + std::to_string(group.tensors->plan().shards[shard].tensor) + ": " + workersOf(node) +
-             " and " + workersOf(index_.node) +
+      return group.tensors->describeTensor(shard) + ": " + workersOf(node) + " and " +
+             workersOf(index_.node) +
              " disagree on the optimizer's settings. Every worker must run the same scheduler, load the same "
              "state, and write the same values to parameters";
     }

@@ -27,7 +27,7 @@ std::string directAllReduceDisagreement(const TensorGroup& group, std::uint32_t 
     if ((other.flags & kDirectAllReduceFlags) == flags &&
         (!hasRelay || static_cast<Relay>(other.op) == group.relay(shard)))
       continue;
-    return "workers disagree on whether or how they reduce shard " + std::to_string(shard) +
+    return "workers disagree on whether or how they reduce " + group.describeTensor(shard) +
            " themselves: workers 0 and " + std::to_string(client) + " do not agree";
   }
   return {};
@@ -83,7 +83,7 @@ std::string updateDisagreement(const TensorGroup& group, std::uint32_t shard, co
   const std::size_t first = group.firstClient();
   const std::uint8_t expectedKind = group.control().contribution(shard, first).flags & kKindOfUpdate;
   const UpdateSettings expected = group.settings(shard, first);
-  const auto tensor = [&] { return "tensor " + std::to_string(group.plan().shards[shard].tensor) + ": "; };
+  const auto tensor = [&] { return group.describeTensor(shard) + ": "; };
   for (std::size_t client = first + 1; client < group.plan().numClients; ++client) {
     if (group.isLost(client)) continue;
     const auto whom = [&] {

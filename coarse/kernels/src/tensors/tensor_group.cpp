@@ -224,6 +224,10 @@ bool TensorGroup::usesDirectAllReduce(std::uint32_t shard) const noexcept {
   return (directAllReduceFlags(shard) & kDirectAllReduce) != 0;
 }
 
+std::string TensorGroup::describeTensor(std::uint32_t shard) const {
+  return "tensor #" + std::to_string(plan_.id) + "/" + std::to_string(plan_.shards[shard].tensor);
+}
+
 bool TensorGroup::isByNccl(std::uint32_t shard) const noexcept {
   return (directAllReduceFlags(shard) & kByNccl) == kByNccl;
 }

@@ -181,6 +181,8 @@ class TensorGroup {
   Relay relay(std::uint32_t shard) const noexcept {
     return static_cast<Relay>(control_.contribution(shard, 0).op);
   }
+  /// The shard's tensor in messages, as "tensor #GROUP/NUMBER"; Python knows its name.
+  std::string describeTensor(std::uint32_t shard) const;
   /// The memory device that took the client's contribution.
   std::size_t deviceOf(std::uint32_t shard, std::size_t client) const noexcept {
     return control_.contribution(shard, client).device;
