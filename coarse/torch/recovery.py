@@ -92,8 +92,9 @@ class Recovery:
         self._num_updates = optimizer.recovered_step  # updates that the memory devices have received
         self.step = 0
         """Number of steps before this worker started."""
-        if model.remote_optimizers is not None and self._num_updates:
-            own = bytes(model.remote_optimizers.kept_state(self._num_updates))
+        self._remote = optimizer.remote_optimizers
+        if self._remote is not None and self._num_updates:
+            own = bytes(self._remote.kept_state(self._num_updates))
             if not own:
                 raise RuntimeError(
                     f"the memory devices hold step {self._num_updates}, but no state of this worker, because steps "
@@ -173,8 +174,8 @@ class Recovery:
         num_steps = self._num_steps + self._optimizer.overlaps
         state = to_json({**self.state_dict(), "step": num_steps}, translate=as_small_tensor)
         kept = json.dumps({"update": self._num_updates, "state": state})
-        assert self._model.remote_optimizers is not None, "the optimizer is kept"
-        self._model.remote_optimizers.keep_state(self._num_updates, kept.encode())
+        assert self._remote is not None, "the optimizer is kept"
+        self._remote.keep_state(self._num_updates, kept.encode())
 
 
 class _ForgottenSchedule:

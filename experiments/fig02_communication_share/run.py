@@ -128,8 +128,8 @@ def compare_growth(shares: Sequence[Share]) -> Finding:
     )
     busy = {each.model: each.busy_percent for each in shares if each.all_reduce_ms is not None}
     model = max(busy, key=lambda name: busy[name])
-    blocked = next(each.blocked_percent for each in shares[::-1] if each.model == model)
-    measured = Measured(value=busy[model], low=min(blocked, busy[model]), high=busy[model])
+    waiting = next(each.blocked_percent for each in shares[::-1] if each.model == model)
+    measured = Measured(value=busy[model], low=min(waiting, busy[model]), high=busy[model])
     return Finding(
         ran=f"share of communication, {len(models)} models, AllReduce, {MACHINE}",
         checks=(

@@ -294,6 +294,11 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         return self._gradient_norm
 
     @property
+    def remote_optimizers(self) -> RemoteOptimizers | None:
+        """The optimizers of the model's memory devices; trainers may wrap the model itself. None without devices."""
+        return self._model.remote_optimizers
+
+    @property
     def is_kept(self) -> bool:
         """Whether parameters and state in the memory devices survive a crash of this worker."""
         return self._part is not None and self._remote.keeps_devices

@@ -243,7 +243,7 @@ void Context::synchronize() const {
   check(api().cuCtxSynchronize(), "cuCtxSynchronize");
 }
 
-bool Context::synchronize() const noexcept {
+bool Context::trySynchronize() const noexcept {
   Result result = kSuccess;
   try {
     const ContextScope scope(*this);
@@ -530,10 +530,10 @@ void DeviceMemory::allowAccess() const {
         names + (accesses.size() > 1 ? " have" : " has") + " to reach this memory");
 }
 
-bool DeviceMemory::synchronize() const noexcept {
+bool DeviceMemory::trySynchronize() const noexcept {
   if (!context_->isUsable()) return true;
-  bool isSynchronized = context_->synchronize();
-  for (const SharedContext& other : others_) isSynchronized &= other->synchronize();
+  bool isSynchronized = context_->trySynchronize();
+  for (const SharedContext& other : others_) isSynchronized &= other->trySynchronize();
   return isSynchronized;
 }
 

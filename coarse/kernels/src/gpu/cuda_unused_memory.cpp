@@ -39,7 +39,7 @@ void unmapUnused() noexcept {
     unused.count = 0;
   }
   for (std::unique_ptr<DeviceMemory>& each : all) {
-    if (!each->synchronize()) leaveUnused(std::move(each));  // else it goes with `all`
+    if (!each->trySynchronize()) leaveUnused(std::move(each));  // else it goes with `all`
   }
 }
 

@@ -93,7 +93,7 @@ class Context {
   void synchronize() const;
   /// The same, without reporting errors. @returns false if waiting is impossible, because a stream is being
   /// captured.
-  bool synchronize() const noexcept;
+  bool trySynchronize() const noexcept;
   MemoryInfo memoryInfo() const;
   /// Least and greatest priority of streams; a smaller number is a greater priority.
   std::pair<int, int> priorities() const;
@@ -268,7 +268,7 @@ class DeviceMemory {
   const SharedContext& context() const noexcept { return context_; }
   /// Waits for all work of its devices, without reporting errors: unmapping does not wait.
   /// @returns false if it cannot wait, because one of their streams is being captured into a graph.
-  bool synchronize() const noexcept;
+  bool trySynchronize() const noexcept;
   /// @returns a new descriptor, close-on-exec, which the caller closes. @pre the memory is in one piece.
   int exportFd() const;
 
