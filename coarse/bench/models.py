@@ -27,7 +27,6 @@ NUM_PARAMETERS: Mapping[str, int] = MappingProxyType(
         "vgg16": 138_357_544,
         "resnet50": 25_557_032,
         "resnet152": 60_192_808,
-        "mobilenet-v2": 3_504_872,
         "digits": 151_306,
     }
 )
@@ -156,13 +155,6 @@ def _resnet152(torch: Any, batch: int, sequence: int) -> Workload:
     return _resnet(torch, batch, depths=[3, 8, 36, 3])
 
 
-def _mobilenet_v2(torch: Any, batch: int, sequence: int) -> Workload:
-    transformers = importlib.import_module("transformers")
-    config = transformers.MobileNetV2Config(num_labels=_NUM_CLASSES)
-    module = transformers.MobileNetV2ForImageClassification(config)
-    return _image_classifier(torch, module, _loss_of_transformers, batch)
-
-
 def _alexnet(torch: Any, batch: int, sequence: int) -> Workload:
     """Krizhevsky's second version, of 2014: one tower."""
     channels = (64, 192, 384, 256, 256)
@@ -260,7 +252,6 @@ MODELS: Mapping[str, Callable[[Any, int, int], Workload]] = MappingProxyType(
         "vgg16": _vgg16,
         "resnet50": _resnet50,
         "resnet152": _resnet152,
-        "mobilenet-v2": _mobilenet_v2,
         "digits": _digits,
     }
 )

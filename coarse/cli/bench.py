@@ -25,10 +25,13 @@ _REPLAY_SCHEMES = (
     *("workers", "allreduce", "two-way-ring", "tree"),
 )
 _DENSE_SCHEMES = ("dense", "dense-least")  # a hundred times slower, so only if they are named
-_TRACES = ("bert-large", "bert-base", "resnet50")
+_TRACES = (
+    *("bert-large", "bert-base", "bert-small", "gpt2-medium"),
+    *("alexnet", "vgg16", "resnet50", "resnet152"),
+)
 _MODELS = (
     *("bert-large", "bert-base", "bert-small", "bert-tiny", "gpt2-medium", "gpt2-large"),
-    *("alexnet", "vgg16", "resnet50", "resnet152", "mobilenet-v2", "digits"),
+    *("alexnet", "vgg16", "resnet50", "resnet152", "digits"),
 )
 _MODELS_OF_SIZE = ("bert-large", "bert-base", "bert-small", "gpt2-medium", "gpt2-large", "resnet50")
 _DEFAULT_SIZES = "4KiB,64KiB,1MiB,25MiB,100MiB,400MiB"

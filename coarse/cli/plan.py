@@ -29,7 +29,10 @@ if TYPE_CHECKING:  # slow to import; `coarse --help` must not load these
 _EXIT_FAILED, _EXIT_USAGE = 1, 2
 _TABLE_WIDTH = 150
 _CACHED = "cached"
-_MODELS = ("bert-large", "bert-base", "resnet50")
+_MODELS = (
+    *("bert-large", "bert-base", "bert-small", "gpt2-medium"),
+    *("alexnet", "vgg16", "resnet50", "resnet152"),
+)
 _DEFAULT_ENDPOINTS = 2
 
 

@@ -32,9 +32,9 @@ _HOST_GBYTES_PER_S = 12.0  # PCIe 3.0 x16, as one direction of the machine file'
 BATCHES: Mapping[str, int] = {
     "alexnet": 64,
     "vgg16": 64,
-    "mobilenet-v2": 64,
     "resnet50": 64,
     "resnet152": 32,
+    "bert-small": 2,
     "bert-base": 2,
     "bert-large": 2,
     "gpt2-medium": 2,
@@ -68,7 +68,7 @@ class Share:
     all_reduce_ms: float | None = None
 
     @property
-    def blocked_percent(self) -> float:
+    def waiting_percent(self) -> float:
         """Share of the step in which the computation waits."""
         return 100 * (1 - self.compute_ms / self.step_ms)
 
@@ -122,13 +122,13 @@ def compare_growth(shares: Sequence[Share]) -> Finding:
     models = dict.fromkeys(share.model for share in shares)
     growth = tuple(
         GROWS
-        if _is_rising([each.blocked_percent for each in shares if each.model == model])
+        if _is_rising([each.waiting_percent for each in shares if each.model == model])
         else f"{model} does not"
         for model in models
     )
     busy = {each.model: each.busy_percent for each in shares if each.all_reduce_ms is not None}
     model = max(busy, key=lambda name: busy[name])
-    waiting = next(each.blocked_percent for each in shares[::-1] if each.model == model)
+    waiting = next(each.waiting_percent for each in shares[::-1] if each.model == model)
     measured = Measured(value=busy[model], low=min(waiting, busy[model]), high=busy[model])
     return Finding(
         ran=f"share of communication, {len(models)} models, AllReduce, {MACHINE}",
@@ -210,7 +210,7 @@ def draw(shares: Sequence[Share]) -> Figure:
     models = list(dict.fromkeys(share.model for share in shares))
     counts = sorted({share.gpus for share in shares})
     for number, gpus in enumerate(counts):
-        percents = [share.blocked_percent for share in shares if share.gpus == gpus]
+        percents = [share.waiting_percent for share in shares if share.gpus == gpus]
         positions = [at + 0.27 * (number - 1) for at in range(len(models))]
         left.bar(positions, percents, 0.25, color=COLOURS[number], label=f"{gpus} GPUs")
     left.set_ylabel("blocked, % of the step")
