@@ -127,9 +127,10 @@ def compare(panel: Panel, steps: Sequence[Steps]) -> Finding:
 
 def compare_one_node(small: Sequence[Steps], large: Sequence[Steps]) -> Finding:
     """COARSE's samples per second with a batch of 4 against the best AllReduce's with one of 2."""
+    by_share = {each.share: each.by_scheme[ALL_REDUCE] for each in small}
     gains = [
-        100 * (LARGE.batch / many.by_scheme[COARSE] / (SMALL.batch / few.by_scheme[ALL_REDUCE]) - 1)
-        for few, many in zip(small, large, strict=True)
+        100 * (LARGE.batch / many.by_scheme[COARSE] / (SMALL.batch / by_share[many.share]) - 1)
+        for many in large
     ]
     return Finding(
         ran=f"COARSE with a batch of {LARGE.batch}, AllReduce with one of {SMALL.batch}: {SMALL.model}, "
@@ -141,16 +142,24 @@ def compare_one_node(small: Sequence[Steps], large: Sequence[Steps]) -> Finding:
 
 def run(options: Options) -> Outcome:
     """Replays the panels of the machines asked for."""
-    shares = (SHARES[1],) if options.is_quick else SHARES
     panels = [panel for panel in PANELS if panel.case.machine in options.machines]
     steps = {
-        panel.case: run_case(panel.case, shares=shares, is_quick=options.is_quick, progress=options.progress)
+        panel.case: run_case(
+            panel.case,
+            shares=_shares(panel.case, options),
+            is_quick=options.is_quick,
+            progress=options.progress,
+        )
         for panel in panels
     }
     findings = [compare(panel, steps[panel.case]) for panel in panels]
     if SMALL.machine in options.machines:
         steps[LARGE] = run_case(
-            LARGE, shares=shares, is_quick=options.is_quick, progress=options.progress, dense=()
+            LARGE,
+            shares=_shares(LARGE, options),
+            is_quick=options.is_quick,
+            progress=options.progress,
+            dense=(),
         )
         findings.append(compare_one_node(steps[SMALL], steps[LARGE]))
     data = [
@@ -160,6 +169,10 @@ def run(options: Options) -> Outcome:
     ]
     pictures = {"training-time": draw({str(panel.case): steps[panel.case] for panel in panels})}
     return Outcome(findings=findings, data=data, pictures=pictures)
+
+
+def _shares(case: Case, options: Options) -> tuple[float, ...]:
+    return SHARES[1:2] if options.is_quick else case.shares
 
 
 def draw(steps: Mapping[str, Sequence[Steps]]) -> Figure:
