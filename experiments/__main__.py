@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from coarse.cli.arguments import folder_to_write
 from coarse.errors import CoarseError
 from experiments.common import Experiment, Options, is_finished, run_experiment, write_tables
-from experiments.fig02_communication_share.run import EXPERIMENT as FIG02
 from experiments.fig08_bandwidth_matrix.run import EXPERIMENT as FIG08
 from experiments.fig09_timeline.run import EXPERIMENT as FIG09
 from experiments.fig10_deadlock.run import EXPERIMENT as FIG10
@@ -31,7 +30,7 @@ from experiments.fig17_blocked_time.run import EXPERIMENT as FIG17
 from experiments.recovery.run import EXPERIMENT as RECOVERY
 from experiments.switch_over.run import EXPERIMENT as SWITCH_OVER
 
-EXPERIMENTS = (FIG02, FIG08, FIG09, FIG10, FIG13, FIG14, FIG15, FIG16_TIME, FIG17, SWITCH_OVER)
+EXPERIMENTS = (FIG08, FIG09, FIG10, FIG13, FIG14, FIG15, FIG16_TIME, FIG17, SWITCH_OVER)
 """FIG16_TIME and FIG17 share their replays within a process."""
 
 ON_DEMAND = (FIG16_BATCH, RECOVERY)

@@ -118,4 +118,4 @@ def test_the_command_line_names_unknown_experiments():
     command = [sys.executable, "-m", "experiments", "fig99"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150)
     assert ended.returncode == 2
-    assert "no experiment is named fig99; there are fig02_communication_share" in ended.stderr
+    assert "no experiment is named fig99; there are fig08_bandwidth_matrix" in ended.stderr

@@ -78,7 +78,10 @@ def test_packaged_traces_hold_every_parameter(model: str) -> None:
 
 
 def test_unknown_model_names_those_that_there_are() -> None:
-    with pytest.raises(ValueError, match="alexnet, bert-base, bert-large, bert-small, gpt2-medium, resnet152, resnet50, vgg16"):
+    with pytest.raises(
+        ValueError,
+        match="alexnet, bert-base, bert-large, bert-small, gpt2-medium, resnet152, resnet50, vgg16",
+    ):
         load_trace("gpt")
 
 
