@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from matplotlib.axes import Axes
+
 from coarse.bench.replay.driver import ReplayPlan, ReplayResult, run_replay
 from coarse.bench.replay.trace import PEAK_TFLOPS, ComputeTrace, load_trace
 from coarse.machine.catalogue import load_machine
 from coarse.machine.partition_table import PartitionTable
+from coarse.profiler.figures import COLOURS, HATCHES
 from experiments.expectation import Measured
 
 COARSE, ALL_REDUCE, RING, DENSE, LEAST_DENSE = "coarse", "workers", "allreduce", "dense", "dense-least"
@@ -55,14 +58,10 @@ class Case:
         """Model of the machine's GPUs."""
         return load_machine(self.machine).topology.gpu
 
-    @property
-    def shares(self) -> tuple[float, ...]:
+    def shares(self, *, is_quick: bool) -> tuple[float, ...]:
         """Shares of the peak at which the case runs: all for BERT at 1:1, otherwise the middle one alone."""
-        return (
-            SHARES
-            if self.model == "bert-large" and self.batch == 2 and not self.partition_table
-            else SHARES[1:2]
-        )
+        is_varied = self.model == "bert-large" and self.batch == 2 and not self.partition_table
+        return SHARES if is_varied and not is_quick else SHARES[1:2]
 
     def trace(self, share: float) -> ComputeTrace:
         """The computation at this share of the GPU's peak."""
@@ -114,3 +113,23 @@ def blocked_ms(result: ReplayResult) -> Measured:
 def over_shares(values: Sequence[float]) -> Measured:
     """The value at the middle share, and the range over all of SHARES."""
     return Measured(value=values[len(values) // 2], low=min(values), high=max(values))
+
+
+def draw_bar(axes: Axes, number: int, position: int, scheme: str, measured: Measured, text: str) -> None:
+    """Draws the bar of one of three schemes at a case's position, with a line over its range and a text above it."""
+    bars = axes.bar(
+        position + 0.27 * (number - 1),
+        measured.value,
+        0.25,
+        yerr=[[measured.value - measured.low], [measured.high - measured.value]],
+        label=LABELS[scheme] if position == 0 else None,
+        color=COLOURS[number],
+        hatch=HATCHES[number],
+        ec="white",
+    )
+    axes.bar_label(bars, [text], fontsize=7, padding=2)
+
+
+def name_cases(axes: Axes, names: Sequence[str]) -> None:
+    """Writes the cases' names below their bars."""
+    axes.set_xticks(range(len(names)), [name.replace(", ", "\n") for name in names], fontsize=7)

@@ -91,7 +91,7 @@ def plan_job(job: Job, *, algorithm: str = "exchange") -> CoarsePlan:
     return CoarsePlan(shards=tuple(shards), tables=plan.tables, shard_bytes=plan.shard_bytes)
 
 
-def own_path_shards(
+def direct_allreduce_shards(
     job: Job, plan: CoarsePlan, device_usage: Usage, *, mode: str | int = AUTO
 ) -> dict[int, str]:
     """The shards that the workers reduce themselves, by the runtime's planner, each with its way.
@@ -119,7 +119,7 @@ def own_path_shards(
 
 
 def collectives_of(network: Network) -> Collectives:
-    """Latency and bandwidth of each way of the workers' own path."""
+    """Latency and bandwidth of each way of direct all-reduce."""
     if isinstance(network, LinkNetwork):
         return collectives_from_links(network.links)
     return {name: build(network).model(network) for name, build in OWN_PATHS.items()}

@@ -84,7 +84,7 @@ def all_to_all_reduce(network: Network) -> Collective:
 
 
 OWN_PATHS = {RING: ring, ALL_GATHER: all_gather_reduce, ALL_TO_ALL: all_to_all_reduce}
-"""The ways of the workers' own path (coarse.profiler.direct_allreduce)."""
+"""The ways of direct all-reduce (coarse.profiler.direct_allreduce)."""
 
 
 def double_tree(network: Network) -> Collective:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from matplotlib.figure import Figure
 
-from coarse.profiler.figures import COLOURS, HATCHES
 from coarse.profiler.profile import EMULATED
 from experiments.common import Experiment, Finding, Options, Outcome, main
 from experiments.expectation import Expectation, Measured, NumberCheck
@@ -24,6 +23,8 @@ from experiments.replays import (
     LEAST_DENSE,
     SHARES,
     Case,
+    draw_bar,
+    name_cases,
     over_shares,
     replay,
 )
@@ -145,7 +146,7 @@ def run(options: Options) -> Outcome:
     steps = {
         panel.case: run_case(
             panel.case,
-            shares=_shares(panel.case, options),
+            shares=panel.case.shares(is_quick=options.is_quick),
             is_quick=options.is_quick,
             progress=options.progress,
         )
@@ -155,7 +156,7 @@ def run(options: Options) -> Outcome:
     if SMALL.machine in options.machines:
         steps[LARGE] = run_case(
             LARGE,
-            shares=_shares(LARGE, options),
+            shares=LARGE.shares(is_quick=options.is_quick),
             is_quick=options.is_quick,
             progress=options.progress,
             dense=(),
@@ -170,10 +171,6 @@ def run(options: Options) -> Outcome:
     return Outcome(findings=findings, data=data, pictures=pictures)
 
 
-def _shares(case: Case, options: Options) -> tuple[float, ...]:
-    return SHARES[1:2] if options.is_quick else case.shares
-
-
 def draw(steps: Mapping[str, Sequence[Steps]]) -> Figure:
     """Speed-ups over DENSE of each case, as the paper's panels (a) to (d); lines span the assumed speeds."""
     figure = Figure(figsize=(7.2, 3.8), layout="constrained")
@@ -181,19 +178,8 @@ def draw(steps: Mapping[str, Sequence[Steps]]) -> Figure:
     for number, scheme in enumerate((DENSE, ALL_REDUCE, COARSE)):
         for position, of_case in enumerate(steps.values()):
             speedup = over_shares([each.speedup(scheme, DENSE) for each in of_case])
-            at = position + 0.27 * (number - 1)
-            bars = axes.bar(
-                at,
-                speedup.value,
-                0.25,
-                yerr=[[speedup.value - speedup.low], [speedup.high - speedup.value]],
-                label=LABELS[scheme] if position == 0 else None,
-                color=COLOURS[number],
-                hatch=HATCHES[number],
-                ec="white",
-            )
-            axes.bar_label(bars, [f"{speedup.value:.1f}"], fontsize=7, padding=2)
-    axes.set_xticks(range(len(steps)), [name.replace(", ", "\n") for name in steps], fontsize=7)
+            draw_bar(axes, number, position, scheme, speedup, f"{speedup.value:.1f}")
+    name_cases(axes, list(steps))
     axes.set_ylabel("speed-up over DENSE")
     axes.legend(fontsize="x-small")
     figure.suptitle(f"Training time of a step ({EMULATED})", fontsize=11)

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from matplotlib.figure import Figure
 
 from coarse.bench.replay.driver import ReplayResult
-from coarse.profiler.figures import COLOURS, HATCHES
 from coarse.profiler.profile import EMULATED
 from experiments.common import Experiment, Finding, Options, Outcome, main
 from experiments.expectation import Expectation, Measured, NumberCheck, judge_number
@@ -20,11 +19,12 @@ from experiments.replays import (
     ALL_REDUCE,
     COARSE,
     DENSE,
-    LABELS,
     RING,
     SHARES,
     Case,
     blocked_ms,
+    draw_bar,
+    name_cases,
     over_shares,
     replay,
 )
@@ -148,7 +148,7 @@ def run(options: Options) -> Outcome:
     """Replays the panels of the machines asked for."""
     panels = [panel for panel in PANELS if panel.case.machine in options.machines]
     ran = {
-        panel.case: run_case(panel.case, SHARES[1:2] if options.is_quick else panel.case.shares, options)
+        panel.case: run_case(panel.case, panel.case.shares(is_quick=options.is_quick), options)
         for panel in panels
     }
     blocked = {case: of_case for case, (of_case, _) in ran.items()}
@@ -170,19 +170,9 @@ def draw(blocked: Mapping[str, Blocked]) -> Figure:
     for number, scheme in enumerate(SHOWN):
         for position, of_case in enumerate(blocked.values()):
             ratios = [each[scheme].value / _best(each).value for each in of_case.by_share if scheme in each]
-            ratio = over_shares(ratios)
-            bars = axes.bar(
-                position + 0.27 * (number - 1),
-                ratio.value,
-                0.25,
-                yerr=[[ratio.value - ratio.low], [ratio.high - ratio.value]],
-                label=LABELS[scheme] if position == 0 else None,
-                color=COLOURS[number],
-                hatch=HATCHES[number],
-                ec="white",
-            )
-            axes.bar_label(bars, [f"{of_case.middle[scheme].value:.3g} ms"], fontsize=7, padding=2)
-    axes.set_xticks(range(len(blocked)), [name.replace(", ", "\n") for name in blocked], fontsize=7)
+            text = f"{of_case.middle[scheme].value:.3g} ms"
+            draw_bar(axes, number, position, scheme, over_shares(ratios), text)
+    name_cases(axes, list(blocked))
     axes.set_ylabel("blocked time, best AllReduce = 1")
     axes.legend(fontsize="x-small", loc="upper center", ncols=3)
     axes.margins(y=0.25)

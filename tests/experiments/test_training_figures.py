@@ -129,3 +129,10 @@ def test_a_step_is_never_more_communication_than_itself():
     (share,) = [each for each in shares("vgg16", (200, 300, 310), 400.0) if each.gpus == 4]
     assert share.busy_percent == 100
     assert replace(share, all_reduce_ms=31.0).busy_percent == pytest.approx(10)
+
+
+def test_every_model_is_drawn_with_every_number_of_gpus():
+    all_shares = [each for model in fig02.BATCHES for each in shares(model, (110, 120, 130), 40.0)]
+    left, right = fig02.draw(all_shares).axes
+    assert len(left.patches) == len(fig02.BATCHES) * len(fig02.GPU_COUNTS)
+    assert len(right.patches) == 2 * len(fig02.BATCHES)

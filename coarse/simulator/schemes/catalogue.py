@@ -43,7 +43,7 @@ def _dense(reads: float, writes: float) -> Callable[[Setup], Step]:
 SCHEMES: Mapping[str, Scheme] = MappingProxyType(
     {
         "coarse": Scheme(
-            what="memory devices by exchange, and the workers' own path: the planner's split",
+            what="memory devices by exchange, and direct all-reduce: the planner's split",
             build=_offload(memory_devices.EXCHANGE, offload.AUTO),
         ),
         "offload": Scheme(what="all in memory devices, by exchange", build=_offload(memory_devices.EXCHANGE)),
@@ -52,7 +52,7 @@ SCHEMES: Mapping[str, Scheme] = MappingProxyType(
             what="all in memory devices, each shard by one of them", build=_offload(memory_devices.DIRECT)
         ),
         "workers": Scheme(
-            what="all by the workers' own path, in shards, in the fastest way",
+            what="all by direct all-reduce, in shards, in the fastest way",
             build=_offload(memory_devices.EXCHANGE, offload.WORKERS),
         ),
         "dense": Scheme(

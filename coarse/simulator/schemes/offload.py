@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import cache
 
-from coarse.simulator.coarse_plan import CoarsePlan, Shard, own_path_shards, plan_job
+from coarse.simulator.coarse_plan import CoarsePlan, Shard, direct_allreduce_shards, plan_job
 from coarse.simulator.collectives import OWN_PATHS, Collective, add_usages
 from coarse.simulator.fair_sharing import Usage
 from coarse.simulator.job import Job
@@ -42,7 +42,7 @@ class _OffloadStep:
         self._patterns: dict[Usage, int] = {}
         self._own: Mapping[int, str] = {}
         if dual_sync != OFF:
-            self._own = own_path_shards(job, self._plan, self._bulk_usage(), mode=dual_sync)
+            self._own = direct_allreduce_shards(job, self._plan, self._bulk_usage(), mode=dual_sync)
         self._collective = cache(lambda name: OWN_PATHS[name](job.network))
 
     def step(self) -> Step:
@@ -51,7 +51,9 @@ class _OffloadStep:
             task
             for number, shard in enumerate(shards)
             for task in (
-                self._own_path(number, shard) if number in self._own else self._through_devices(number, shard)
+                self._direct_allreduce(number, shard)
+                if number in self._own
+                else self._through_devices(number, shard)
             )
         ]
         own_bytes = sum(shards[number].nbytes for number in self._own)
@@ -69,12 +71,12 @@ class _OffloadStep:
             ),
         )
 
-    def _own_path(self, number: int, shard: Shard) -> Iterator[Task]:
+    def _direct_allreduce(self, number: int, shard: Shard) -> Iterator[Task]:
         way: Collective = self._collective(self._own[number])
         yield Task(
-            name=f"own path {number}",
+            name=f"direct all-reduce {number}",
             ready_s=shard.ready_s,
-            queue="own path",
+            queue="direct all-reduce",
             order=number,
             overhead_s=way.num_messages * self._job.overhead_s,
             nbytes=shard.nbytes if way.usage else 0,
