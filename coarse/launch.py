@@ -98,6 +98,9 @@ def unserved(host: str, port: int, reason: str) -> RendezvousError:
     elif "in use" in reason:
         cause = f"the port is taken ({reason})"
         advice = "Choose a free MASTER_PORT; if another process has RANK=0, give each worker its own rank."
+    elif "timed out" in reason:
+        cause = f"its own connection to it is not answered ({reason})"
+        advice = "Check for a firewall, and that MASTER_ADDR is an address of worker 0's machine."
     else:
         cause, advice = reason, "Check that MASTER_ADDR is an address of worker 0's machine."
     return RendezvousError(f"worker 0 cannot serve {host}:{port}: {cause}. {advice}")

@@ -33,7 +33,7 @@ from coarse.session_checks import check_nodes, check_solo, check_specs, reducibl
 from coarse.settings import Settings
 from coarse.startup.device_processes import DeviceProcesses
 from coarse.startup.join import Joining, NodeDevices, agree_on_profile, connect, provide_devices
-from coarse.startup.node_links import try_address_of_this_node
+from coarse.startup.node_address import try_address_of_this_node
 from coarse.startup.persistent_devices import Keeping
 from coarse.store import Store
 from coarse.tuning.step_planning import StepPlanning

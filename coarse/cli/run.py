@@ -18,6 +18,7 @@ from coarse.machine.catalogue import load_machine
 from coarse.machine.host import read_cpu
 from coarse.profiler.start import AUTO, CACHED, OFF, REFRESH
 from coarse.settings import Declaration, Settings, declarations
+from coarse.startup.node_address import gloo_variables
 
 _DESCRIPTION = """\
 Starts N workers on this node with RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT set,
@@ -241,6 +242,8 @@ def environments_of(
     common["MASTER_PORT"] = str(master_port)
     if arguments.nnodes == 1:  # launchers of several nodes share only what the user passes to each
         common.setdefault("COARSE_JOB_SECRET", secrets.token_hex(32))
+    else:
+        common.update(gloo_variables(Settings.from_environment(common), common))
     common["TORCHELASTIC_RUN_ID"] = secrets.token_hex(8)
     common["TORCHELASTIC_RESTART_COUNT"] = "0"
     common["TORCHELASTIC_MAX_RESTARTS"] = str(arguments.max_restarts)

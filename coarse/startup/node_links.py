@@ -21,10 +21,11 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-from coarse.env import job_secret, master_address
+from coarse.env import job_secret
 from coarse.errors import RendezvousError
 from coarse.rendezvous import PROGRESS_INTERVAL_S, NodeMap, PeerWatch
 from coarse.settings import Settings
+from coarse.startup.node_address import address_of_this_node, is_loopback
 from coarse.store import Store
 
 logger = logging.getLogger(__name__)
@@ -105,53 +106,6 @@ class NodeLinks:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def address_of_this_node(settings: Settings) -> str:
-    """The address on which this node listens for other nodes: never the wildcard address.
-
-    Raises:
-        RendezvousError: If MASTER_ADDR cannot be resolved.
-    """
-    master = settings.node_address or master_address() or _LOOPBACK
-    try:
-        family, _, _, _, target = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            if settings.node_address:
-                return str(target[0])
-            probe.connect(target)  # sends nothing; chooses the interface
-            found = str(probe.getsockname()[0])
-    except OSError as error:
-        raise RendezvousError(
-            f"no interface of this node leads to {master!r} ({error}); set COARSE_NODE_ADDRESS to an address of "
-            "this node that the others can reach"
-        ) from None
-    # Debian's /etc/hosts maps a machine's own name to 127.0.1.1, which other nodes cannot use.
-    if _is_loopback(found) and not _is_loopback(master) and master != "localhost":
-        return _address_of_default_route() or found
-    return found
-
-
-def _is_loopback(host: str) -> bool:
-    return host.startswith("127.") or host == "::1"
-
-
-def _address_of_default_route() -> str:
-    """Address of the interface that leads to other networks; "" if none does."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # an address for documentation (RFC 5737); sends nothing
-        except OSError:
-            return ""
-        return str(probe.getsockname()[0])
-
-
-def try_address_of_this_node(settings: Settings) -> str:
-    """Like address_of_this_node(); "" if it fails."""
-    try:
-        return address_of_this_node(settings)
-    except RendezvousError:
-        return ""
 
 
 def link_nodes(
@@ -236,7 +190,7 @@ class _Linking:
             doorman.close()
 
     def _check_reachable(self, node: int, address: NodeAddress) -> None:
-        if _is_loopback(address.host) and self._nodes.boots[node] != self._nodes.boots[self._node]:
+        if is_loopback(address.host) and self._nodes.boots[node] != self._nodes.boots[self._node]:
             raise RendezvousError(
                 f"{self._nodes.describe(node)} listens on {address.host}, which no other machine can reach. "
                 "Set MASTER_ADDR to an address of worker 0's machine other than a loopback address, or "

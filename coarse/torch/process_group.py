@@ -19,6 +19,7 @@ from coarse.launch import meeting_place, unserved, why_unresolved
 from coarse.listening import meeting_host
 from coarse.rendezvous import gather_workers
 from coarse.settings import Settings
+from coarse.startup.node_address import gloo_variables
 from coarse.torch.deadlines import Call, within
 from coarse.torch.failing import is_failing
 from coarse.torch.group_teardown import (
@@ -85,7 +86,8 @@ def choose_process_group(process_group: Any, device_mesh: Any) -> Any:
 
 
 def _make_process_group(identity: WorkerIdentity, environ: Mapping[str, str]) -> None:
-    rank, size, timeout_s = identity.rank, identity.world_size, Settings.from_environment().timeout_s
+    settings = Settings.from_environment()
+    rank, size, timeout_s = identity.rank, identity.world_size, settings.timeout_s
     timeout = timedelta(seconds=timeout_s)
     if size == 1:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=rank, world_size=size, timeout=timeout)
@@ -94,6 +96,8 @@ def _make_process_group(identity: WorkerIdentity, environ: Mapping[str, str]) ->
         with fresh_part(whole, prefix="coarse", rank=rank, size=size, timeout_s=timeout_s) as store:
             # Runs before torch's rendezvous, which waits without any message.
             gather_workers(identity, store, timeout_s=timeout_s)
+            if size > identity.local_world_size:
+                process_environment().update(gloo_variables(settings, environ))
             part = store.part("group")
             within(
                 timeout_s + _PATIENCE_S,  # torch's own error, if raised in time, has more details

@@ -130,18 +130,16 @@ def serve_store(host: str, port: int, *, timeout: timedelta) -> Any:
     Raises:
         OSError, RuntimeError: If the address is taken.
     """
-    with listen_for_workers(host, port) as listener:
-        store = dist.TCPStore(
-            host,
-            listener.getsockname()[1],
-            is_master=True,
-            timeout=timeout,
-            wait_for_workers=False,
-            multi_tenant=True,
-            master_listen_fd=listener.fileno(),
-        )
-        listener.detach()  # the store owns the socket now
-    return store
+    listener = listen_for_workers(host, port)
+    return dist.TCPStore(
+        host,
+        listener.getsockname()[1],
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=listener.detach(),  # the store closes it, also if it cannot reach itself
+    )
 
 
 def _reachable_host() -> str:

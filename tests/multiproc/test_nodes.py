@@ -12,6 +12,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -600,6 +601,43 @@ def enter_namespace(name: str) -> None:
     clone_new_net = 0x40000000
     with open(f"/run/netns/{name}") as namespace:
         assert ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), clone_new_net) == 0
+
+
+_TRAINS = """
+import torch, coarse.torch
+model = coarse.torch.DistributedDataParallel(torch.nn.Linear(4, 4))
+model(torch.ones(2, 4)).sum().backward()
+print("trained")
+"""
+
+
+def test_two_machines_that_know_themselves_as_loopback_train(tmp_path):
+    """As on Debian, whose /etc/hosts maps the machine's name to 127.0.1.1."""
+    (tmp_path / "train.py").write_text(_TRAINS)
+    launch = [sys.executable, "-m", "coarse", "run", "-n", "1", "--nnodes", "2", "--master-port", "29555"]
+    with namespaces() as names:
+        launchers = [
+            subprocess.Popen(
+                [
+                    "ip",
+                    "netns",
+                    "exec",
+                    name,
+                    *launch,
+                    "--master-addr",
+                    "10.77.0.1",
+                    "--node-rank",
+                    str(node),
+                    "train.py",
+                ],
+                cwd=tmp_path,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "COARSE_TIMEOUT_S": "60"},
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for node, name in enumerate(names)
+        ]
+        assert ["trained" in launcher.communicate(timeout=120)[0] for launcher in launchers] == [True, True]
 
 
 def test_a_machine_that_vanishes_while_data_is_under_way_is_lost(job):

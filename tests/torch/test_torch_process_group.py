@@ -13,12 +13,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from coarse.cli.master_port import MasterPort
+from coarse.torch.store import serve_store
 
 TIMEOUT_S = 120
 ROOT = Path(__file__).parents[2]
@@ -375,3 +377,9 @@ except RuntimeError as error:
     first, second = output.splitlines()
     assert first == "DistributedDataParallel"
     assert "call torch.distributed.init_process_group() first" in second
+
+
+def test_a_store_that_cannot_reach_itself_says_why_and_closes_nothing_twice():
+    """192.0.2.1 is no machine's address, so that the store listens, and its own connection to it fails."""
+    with pytest.raises((RuntimeError, OSError), match=r"192\.0\.2\.1"):
+        serve_store("192.0.2.1", 0, timeout=timedelta(seconds=1))

@@ -101,7 +101,16 @@ def test_a_store_that_is_gone_is_told():
             r"the name .* has no address: .*\. Set MASTER_ADDR to a name",
         ),
         ("127.0.0.1", "Address already in use", "the port is taken .* Choose a free MASTER_PORT"),
-        ("127.0.0.1", "timed out", "timed out. Check that MASTER_ADDR is an address of worker 0's machine"),
+        (
+            "127.0.0.1",
+            "timed out",
+            r"its own connection to it is not answered \(timed out\)\. Check for a firewall",
+        ),
+        (
+            "127.0.0.1",
+            "not permitted",
+            r"not permitted\. Check that MASTER_ADDR is an address of worker 0's machine",
+        ),
     ],
 )
 def test_what_keeps_worker_0_from_serving_is_told_apart(host, reason, said):

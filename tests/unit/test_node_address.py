@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from coarse.settings import Settings
-from coarse.startup.node_links import address_of_this_node
+from coarse.startup.node_address import address_of_this_node
 
 
 def test_a_name_that_is_loopback_here_gives_the_address_of_the_default_route(
