@@ -31,7 +31,7 @@ class JobSecret:
         return f"JobSecret({'...' if self.value else ''})"
 
     def prove(self, purpose: bytes, *parts: bytes) -> bytes:
-        """PROOF_BYTES by which whoever knows the secret shows that it said `parts`.
+        """PROOF_BYTES by which a process that knows the secret proves that it sent `parts`.
 
         HMAC-SHA256 of all of it, each part behind its length. Proofs of one purpose are none of another.
         """

@@ -1,4 +1,4 @@
-"""Priority of threads that work beside training."""
+"""Priority of threads that work in parallel with training."""
 
 from __future__ import annotations
 

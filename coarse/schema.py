@@ -14,7 +14,7 @@ ITEM_BYTES: Mapping[str, int] = MappingProxyType(
 OPS = ("sum", "mean", "max")
 
 UPDATABLE_DTYPES = ("float32", "bfloat16", "float16")
-"""Of parameters that an optimizer in the memory devices can update."""
+"""Dtypes of parameters that an optimizer in the memory devices can update."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ class TensorSpec:
 
     @property
     def num_rows(self) -> int:
-        """Of a table; 0 of other tensors."""
+        """Rows of a table; 0 for other tensors."""
         return self.num_elements // self.row_elements if self.row_elements else 0
 
     @property

@@ -41,7 +41,7 @@ COUNT = struct.Struct("!q")
 MOST_KEY_BYTES = 4 << 10
 MOST_VALUE_BYTES = 16 << 20
 MOST_BYTES = 256 << 20
-"""Of all that a store keeps, and again of all requests that have not come whole yet."""
+"""Limit for the contents of a store, and a second one for all incomplete requests."""
 
 _BYTES_BESIDE_A_VALUE = 256  # what keeping it takes, about
 _MOST_UNPROVED = 256
@@ -128,7 +128,7 @@ class _Peer:
 
     @property
     def num_bytes(self) -> int:
-        """Of a request that has not come whole."""
+        """Bytes of an incomplete request."""
         return len(self._received)
 
     @property
@@ -256,7 +256,7 @@ class StoreServer:
         self._warnings = RareWarnings(logger, "[store]")
         self._acceptor: Acceptor | None = Acceptor(door.listener, self._warnings)
         self.port = 0 if user is not None else int(door.listener.getsockname()[1])
-        """Of a door of TCP, also where 0 was asked for."""
+        """The port of a TCP listener, also if 0 was asked for."""
         self._is_shutting = self._is_closed = False
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._selector.register(self._wake_fd, selectors.EVENT_READ, self._wake)

@@ -47,7 +47,7 @@ def choose_compiler(found: Sequence[Nvrtc], driver_version: tuple[int, int], arc
     if not knowing:
         raise CoarseError(
             f"{_names(usable)} cannot compile for this GPU, of compute capability {architecture / 10}: install "
-            "another NVRTC beside it, such as nvidia-cuda-nvrtc-cu12, of the newest version for newer GPUs"
+            "another NVRTC in addition, such as nvidia-cuda-nvrtc-cu12, of the newest version for newer GPUs"
         )
     return max(knowing, key=lambda nvrtc: nvrtc.version)
 
@@ -77,7 +77,7 @@ def compiled(sources: Mapping[str, str], compiler: Nvrtc, architecture: int) -> 
 
 
 def _compile(sources: Mapping[str, str], compiler: Nvrtc, architecture: int) -> dict[str, bytes]:
-    """Compiles files beside each other."""
+    """Compiles files in parallel."""
     logger.debug("compiling %s", ", ".join(sources))
     if len(sources) > 1:
         logger.warning(

@@ -18,7 +18,7 @@ DTYPES = ("float32", "float64", "bfloat16", "float16", "int32", "int64", "uint8"
 """In the order of the native DType."""
 
 MEASURED_DTYPES = ("float32", "bfloat16", "float16")
-"""Of gradients: those of which means are measured, and parameters updated."""
+"""Dtypes of gradients for which reductions and updates are measured."""
 
 THREADS_PER_BLOCK = 256
 """kThreads of platform.cuh."""

@@ -19,7 +19,7 @@ def find_nccl() -> _native.NcclLibrary:
     It stays loaded, and needs neither a GPU nor a driver until somebody joins a communicator.
 
     Raises:
-        NcclError: If there is none that can be loaded; it says why for each that is there, and what to install.
+        NcclError: If no NCCL can be loaded; says why for each one that was found, and what to install.
     """
     failures = []
     for path in _candidates():

@@ -207,7 +207,7 @@ def test_memory_that_workers_reserve_is_not_taken_before(job):
 
 
 def test_what_workers_free_as_parameters_move_counts_as_available(job, monkeypatch):
-    """Of 4 MB of slots, 2 MB of parameters and 4 MB of states, 2 MB replace a worker's own memory."""
+    """The device holds 4 MB of slots, 2 MB of parameters and 4 MB of states; 2 MB replace a worker's own memory."""
 
     def worker(me):
         paths = [str(small_memory), *filter(None, [os.environ.get("PYTHONPATH")])]

@@ -1,4 +1,4 @@
-/// AsyncReducer: whoever asks for a tensor by name gets the sum of all workers, from whatever threads and in
+/// AsyncReducer: each request for a tensor by name gets the sum of all workers, from any threads and in
 /// whatever orders they ask, and a reason if there is none.
 #include "coarse/client/async_reducer.hpp"
 

@@ -1,4 +1,4 @@
-/// AsyncRows: whoever asks for rows of a table by its name gets those of all workers, each number once.
+/// AsyncRows: each request for rows of a table by its name gets those of all workers, each number once.
 #include "coarse/client/async_rows.hpp"
 
 #include <gtest/gtest.h>

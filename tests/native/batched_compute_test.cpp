@@ -1,5 +1,5 @@
-/// What is reduced in batches, beside the sync cores: which shards go together, when their results are there,
-/// and that memory stays as long as anybody works in it.
+/// Reductions in batches, in parallel with the sync cores: which shards go together, when their results are
+/// there, and that memory stays as long as anybody works in it.
 #include "coarse/tensors/batched_compute.hpp"
 
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-// Groups in the memory of GPUs beside the same ones in the host's, for the tests of what computes there. The
+// Groups in the memory of GPUs, and the same ones in host memory, for the tests of what computes there. The
 // driver is the stand-in of cuda_stand_in.cpp.
 #pragma once
 

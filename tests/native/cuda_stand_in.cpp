@@ -1,5 +1,5 @@
 // A libcuda.so.1 without a GPU: streams are threads, device memory is host memory, or memfds where it is
-// shared. Streams run beside each other and beside the caller, and do what they are given in order; waits are
+// shared. Streams run in parallel with each other and the caller, and execute their work in order; waits are
 // real. Variables of the environment change it:
 //   STAND_IN_GPUS=n         devices that there are (1)
 //   CUDA_VISIBLE_DEVICES    numbers of those that the process sees, in this order, as CUDA has it

@@ -1,5 +1,5 @@
-/// DeviceCollectives: all devices begin the same batches in the same order, whoever proposes what and when,
-/// and nothing that was proposed is lost.
+/// DeviceCollectives: all devices begin the same batches in the same order, whichever device proposes what
+/// and when, and nothing that was proposed is lost.
 #include "coarse/device/device_collectives.hpp"
 
 #include <gtest/gtest.h>
@@ -168,7 +168,7 @@ TEST_P(CollectivesOf, BeginTheSameBatchesInTheSameOrderWhoeverProposes) {
   numThrough[0] = numDevices();
   together(numDevices(), [&](std::size_t device) {
     std::mt19937 random(static_cast<unsigned>(device));
-    Shards mine;  // a step of a shard is proposed by whoever had its last contribution
+    Shards mine;  // the device with the last contribution to a shard proposes its step
     const auto work = [&] {
       if (!mine.empty() && random() % 3 != 0) {
         devices.propose(device, {mine.back()}, devices.finished(device).size() / kNumShards + 1);

@@ -14,7 +14,7 @@
 namespace coarse::test::device_exchange_test {
 namespace {
 
-/// Of every kind a tensor that one device reduces, and one that is cut into pieces.
+/// For every dtype, a tensor that one device reduces, and one that is cut into pieces.
 std::vector<TensorSpec> everyKind() {
   std::vector<TensorSpec> tensors;
   for (const DType dtype : kEveryDType) {

@@ -29,7 +29,7 @@ class Gate {
   std::atomic<std::size_t> numArrived_{0};
 };
 
-/// Of every kind a tensor of less than a piece for each, and one of several shards.
+/// For every dtype, a tensor of less than a piece for each worker, and one of several shards.
 std::vector<TensorSpec> everyKind(Algorithm algorithm) {
   std::vector<TensorSpec> tensors;
   for (const DType dtype : kEveryDType) {

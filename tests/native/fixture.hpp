@@ -245,7 +245,7 @@ class Cluster {
   }
 
   const ClusterShape& shape() const { return shape_; }
-  /// Of deferred memory.
+  /// For deferred memory.
   Gate& gate() { return gate_; }
   Pacer pacer() const { return Pacer(shared_.linkTable->fd); }
   Proxy& proxy(std::size_t device) { return *proxies_[device]; }
@@ -254,7 +254,7 @@ class Cluster {
   DescriptorQueue& queue(std::size_t client, std::size_t device) {
     return ClientSegment(shared_.segments[client].data()).queue(device);
   }
-  /// Stands in for a client: what a worker with a mind of its own can do. Not beside pushes of Client.
+  /// Stands in for a client: the requests of a misbehaving worker. Not to be mixed with pushes of Client.
   void tell(std::size_t client, std::size_t device, const Descriptor& descriptor) {
     const auto producer =
         producers_.try_emplace(client * shape_.numDevices + device, queue(client, device)).first;
@@ -318,7 +318,7 @@ class Cluster {
     return {memoryOf(plan).rows[client].data() + table.offset, table.numRows, table.rowBytes};
   }
   std::byte* parameters(const GroupPlan& plan) const { return memoryOf(plan).parameters.data(); }
-  /// Of the shape's replica.
+  /// The number of the shape's replica.
   std::byte* replicatedParameters(const GroupPlan& plan) const { return memoryOf(plan).replica[1].data(); }
   SnapshotTrigger snapshotTrigger(const GroupPlan& plan) const {
     const OptimizerFds fds = memoryOf(plan).optimizerFds();

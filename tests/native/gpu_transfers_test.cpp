@@ -43,7 +43,7 @@ TEST_F(GpuJob, ComesBackReducedStepAfterStep) {
   });
 }
 
-/// Of the worker's own device, or of another one, for which memory is mapped.
+/// Slots of the worker's own device, or of another one, for which memory is mapped.
 class GpuJobWithSlots : public GpuJob, public testing::WithParamInterface<int> {};
 
 TEST_P(GpuJobWithSlots, ComesBackFromThoseOfAGpuWhichAreNotPinned) {

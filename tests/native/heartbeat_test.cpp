@@ -1,4 +1,4 @@
-/// A memory device that stands still is noticed by whoever looks, after as much time as was looked at.
+/// Each observer notices a memory device without progress, after that much time of observation.
 #include "coarse/recovery/heartbeat.hpp"
 
 #include <gtest/gtest.h>

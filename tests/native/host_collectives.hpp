@@ -41,7 +41,7 @@ class HostMeeting {
 
  private:
   struct Batch {
-    ShardBatch first;  // of whoever came first
+    ShardBatch first;  // from the first device
     std::size_t numCome;
   };
 

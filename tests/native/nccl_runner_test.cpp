@@ -177,7 +177,7 @@ GroupPlan makeVariousPlan(std::size_t numClients, const std::vector<std::uint32_
   return makePlan(1, numClients, tensors, shardElements);
 }
 
-/// Of a machine that is busy, and slow under a sanitizer.
+/// A time limit for a busy machine, which is slow under a sanitizer.
 NcclLimits patient() {
   NcclLimits limits;
   limits.patience = std::chrono::seconds(60);

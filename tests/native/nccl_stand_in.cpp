@@ -180,7 +180,7 @@ class Rank {
       : meeting_(std::move(meeting)), rank_(rank), numRanks_(numRanks) {}
 
   std::uint64_t takeNumber() { return numGiven_++; }
-  /// Of the operation that is given next, with the rank in front.
+  /// The name of the next operation, with the rank in front.
   std::string nextName() const {
     return "operation" + std::to_string(rank_) + ":" + std::to_string(numGiven_ + 1);
   }

@@ -420,7 +420,8 @@ TEST(PacedRing, SendsNoFurtherAheadThanItsBuffersAreDeep) {
             evenly(kDevices, 1), true, makeHostRingCompute, table.fd());
   ring.contribute(1, allPresent);
   ASSERT_TRUE(ring.driveByOneThread(1));
-  // Of the ten messages of device 0, four, four and two are under way at once. With no limit it were six.
+  // The ten messages of device 0 travel in groups of four, four and two. Without a limit six would travel at
+  // once.
   EXPECT_NEAR(static_cast<double>(ring.duration(1)), 3 * kLongUs * 1e3, 1000);
 }
 

@@ -330,7 +330,7 @@ TEST(SnapshotPools, GiveUpTheOldestSnapshotWhenNothingIsFreed) {
   const std::uint32_t older = blocks.begin();
   blocks.update(0, 2);
   const std::uint32_t newer = blocks.begin();
-  blocks.update(0, 3);  // a second copy does not fit beside the first
+  blocks.update(0, 3);  // a second copy does not fit in addition to the first
   EXPECT_TRUE(blocks.reader().isLost(older));
   EXPECT_TRUE(blocks.read(older, 0).empty());
   EXPECT_TRUE(blocks.read(older, 1).empty());

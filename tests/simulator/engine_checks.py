@@ -67,7 +67,7 @@ def check_queues(tasks, times, channels):
 
 
 def check_ties(queued, times):
-    """Of tasks that are ready at the same moment, the one with the lower order comes first."""
+    """Among tasks that are ready at the same moment, the one with the lower order comes first."""
     queued = sorted(queued, key=lambda task: (times[task.name].ready_s, task.order, task.name))
     for one, other in pairwise(queued):
         assert times[one.name].served_s <= times[other.name].served_s, f"{one.name} is after {other.name}"

@@ -57,14 +57,14 @@ class LookedUp(keras.layers.Layer):  # type: ignore[misc,unused-ignore]
         self.table.build(shape)
 
     def call(self, x: Any) -> Any:
-        # Of whole numbers, which rounding does not change.
+        # Whole numbers, which rounding does not change.
         numbers = keras.ops.abs(keras.ops.cast(keras.ops.round(keras.ops.stop_gradient(x[:, :4])), "int32"))
         return x + keras.ops.mean(self.table(numbers % 20), axis=1)
 
 
 @registered
 class WithUnused(keras.layers.Layer):  # type: ignore[misc,unused-ignore]
-    """A layer beside one that is never used."""
+    """A layer, and another one that is never used."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

@@ -500,7 +500,7 @@ def offloaded_eagerly_in_mixed_precision(strategy: Any) -> dict[str, Any]:
             model = keras.Model(entry, keras.layers.Dense(1, dtype="float32")(hidden))
             model.compile(offloaded(keras.optimizers.SGD(0.1, momentum=0.9)), "mse", run_eagerly=True)
             model.fit(x, y, batch_size=BATCH, epochs=1, shuffle=False, verbose=0)
-        # Of the job, as by offloaded_checkpoints().
+        # Shared by the job, as in offloaded_checkpoints().
         path = Path(tempfile.gettempdir(), "offloaded.keras")
         if strategy.rank == 0:
             model.save(path)
@@ -524,7 +524,7 @@ def offloaded_checkpoints(strategy: Any) -> dict[str, Any]:
     """Worker 0 writes, all restore: into the memory devices, before and after a build, and into Keras's own."""
     x, y = inputs()
     x, y = x[: 2 * BATCH], y[: 2 * BATCH]
-    # Of the job: all its workers have this directory.
+    # All workers of the job have this directory.
     folder = Path(tempfile.gettempdir(), "offloaded_checkpoints")
 
     def make(offloaded: bool) -> tuple[Any, Any, Any]:

@@ -214,7 +214,7 @@ def test_200_updates_in_memory_devices_are_those_of_keras(results, rule):
 
 
 def flat(arrays):
-    """Of all weights, or of all saved states by their numbers."""
+    """The difference of all weights, or of all saved states by their numbers."""
     arrays = [arrays[key] for key in sorted(arrays, key=int)] if isinstance(arrays, dict) else arrays
     return [number for array in arrays for number in array]
 

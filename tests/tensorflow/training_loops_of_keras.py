@@ -179,7 +179,7 @@ def training_loops(draw: st.DrawFn) -> TrainingLoop:
     pieces = draw(st.lists(st.sampled_from(names), max_size=3))
     if TWICE in pieces and pieces[0] == TWICE:
         pieces = ["dense", *pieces]
-    # Of steps of one's own MirroredStrategy logs means over the replicas.
+    # For custom train steps, MirroredStrategy logs means over the replicas.
     kinds = ["functional", "functional", "subclassed", "own step"][: 3 if rows_matter else 4]
     kind = draw(st.sampled_from(kinds))
     num_outputs = 1 if kind == "own step" else draw(st.sampled_from([1, 1, 2]))

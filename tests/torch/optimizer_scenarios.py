@@ -65,7 +65,7 @@ def wide_mlp() -> nn.Sequential:
 
 
 def loss_of(model: Any, context: Context, step: int) -> torch.Tensor:
-    """Of parameters of any width; the loss is of float32."""
+    """The sum of parameters of any width; the loss is float32."""
     inputs = context.inputs(step, 16, 8).to(next(model.parameters()).dtype)
     return (model(inputs) - inputs[:, :4]).float().square().mean()
 
@@ -127,7 +127,7 @@ for _name, _make in OPTIMIZERS.items():
         )
 
 
-# ---- the model beside its optimizer ----
+# ---- the model with its optimizer ----
 
 
 @offloaded_scenario(compare=False)
@@ -657,7 +657,7 @@ def a_penalty_on_the_gradient_of_inputs_overlapped(context: Context) -> Any:
 
 
 class Terms(nn.Module):
-    """A sum of terms with a large weight each; whoever calls it says which ones take part."""
+    """A sum of terms with a large weight each; the caller chooses which ones take part."""
 
     def __init__(self, num_terms: int, num_elements: int) -> None:
         super().__init__()
@@ -942,7 +942,7 @@ def state_that_memory_devices_cannot_keep_is_refused(context: Context) -> None:
 
 
 class WithEmptyParameters(nn.Module):
-    """Parameters without elements beside others, as a LoRA of rank 0 has them; one is left out of the loss."""
+    """Parameters without elements among others, as in a LoRA of rank 0; one is left out of the loss."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -559,7 +559,7 @@ def _train_with_hook(context: Context, hook: Any, **arguments: Any) -> Any:
     results = []
     for view in (False, True):
         model = context.wrap(convnet(), gradient_as_bucket_view=view, **arguments)
-        # torch's class does not take that of bfloat16 beside gloo, and averages in float32.
+        # torch's class refuses the bfloat16 hook with gloo, and averages in float32.
         if context.is_coarse or hook is not default_hooks.bf16_compress_hook:
             model.register_comm_hook(None, hook)
         results.append(train(context, model, shape=(4, 3, 8, 8)))

@@ -56,7 +56,7 @@ def test_a_memory_device_that_is_killed_in_a_step_is_told_by_its_type(cuda_stand
 
 @pytest.mark.parametrize("options", [(), ("offload",)], ids=["alone", "offload"])
 def test_nothing_is_saved_of_a_step_whose_gradients_were_not_averaged(cuda_stand_ins, options):
-    """The GPU was given the update before the loss; whoever saves then is told, not only the next forward."""
+    """The GPU received the update before the loss; a save then reports it, as the next forward does."""
     printed = run_script("stand-in", "saves", *options, LD_LIBRARY_PATH=str(cuda_stand_ins))
     check_loss(printed)
     assert printed.count("saved after 6 steps") == 2, printed

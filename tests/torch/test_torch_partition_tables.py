@@ -68,5 +68,5 @@ def test_a_table_trains_what_memory_devices_on_the_host_do(
     assert [digest for digest, _ in found] == [digest for digest, _ in expected], printed
     assert len({digest for digest, _ in found}) == 1, printed
     assert {way for _, way in found} == {"GpuGradients"}, printed
-    # Every worker is beside its memory device, but where nothing goes from GPU to GPU.
+    # Every worker is next to its memory device, except where GPUs cannot reach each other.
     assert ("so tensors go through the host" in printed) == name.startswith("g4dn"), printed

@@ -321,7 +321,7 @@ model(torch.ones(3, 4)).sum().backward()
 
 
 def test_a_forked_child_may_end_by_itself_while_its_parent_trains_on(job: dict[str, str]) -> None:
-    """With the group that COARSE makes; and one of the script's, beside another of its."""
+    """With the group that COARSE makes, and with one of a script that has another one, too."""
     group = "import select, signal, sys\n"
     own = group + (
         "import torch.distributed as dist\ndist.init_process_group('gloo')\nother = dist.new_group()\n"

@@ -79,7 +79,7 @@ def check_went_on(folder: Path, undisturbed: Path, printed: str, crashes: Crashe
     digests, attempts, _ = ends(folder)
     assert attempts == {str(len(crashes))}, printed
     for rank in range(WORKERS):
-        # Of each attempt but the last: how many steps it has taken again, or not.
+        # For each attempt except the last: how many steps it has repeated, if any.
         went_on = [
             int(line.split()[-1]) for line in printed.splitlines() if f"worker {rank}: from step" in line
         ]

@@ -103,7 +103,7 @@ class Frozen(nn.Module):
 
 
 class WithUnused(nn.Module):
-    """A layer beside one that forward never uses."""
+    """A layer, and another one that forward never uses."""
 
     def __init__(self) -> None:
         super().__init__()

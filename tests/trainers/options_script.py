@@ -70,7 +70,7 @@ def with_accelerate() -> None:
 
 
 def with_overlap() -> None:
-    """Of which nothing is left without memory devices: gradients stay, and are clipped."""
+    """Without memory devices it has no effect: gradients stay, and are clipped."""
     accelerator, module, model, optimizer = prepared(overlap=True)
     if optimizer.optimizer.runs_in_memory_devices:
         return

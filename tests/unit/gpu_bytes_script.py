@@ -74,7 +74,7 @@ def main() -> None:
     ctypes.memset(tensor.data, 1, 1000)  # the capsule keeps it mapped
     assert count_mapped() > before
     del capsule
-    assert count_mapped() > before  # whoever drops it does not wait for the GPU
+    assert count_mapped() > before  # dropping it does not wait for the GPU
     _native.cuda_unmap_unused()
     assert count_mapped() == before
 

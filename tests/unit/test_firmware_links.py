@@ -73,7 +73,7 @@ def test_there_is_no_seed_unless_the_firmware_says_all_of_every_memory(text):
 
 
 def test_routes_stay_local_by_a_seed_and_follow_it_when_asked_to():
-    """As by a measured profile of this machine: a shard stays where it lies, whoever reduces it."""
+    """As by a measured profile of this machine: a shard stays where it lies, on whichever device it is reduced."""
 
     def plan(**settings):
         made = plan_links(seed("numa:0,numa:2"), "seed", local_devices=(0, 1), settings=Settings(**settings))

@@ -41,7 +41,7 @@ LAYERS = (
 
 
 def parts_imported(tree):
-    """Of coarse, but for names that are imported for annotations alone."""
+    """Names of coarse that a module imports, except for annotations alone."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
             continue
@@ -96,7 +96,7 @@ def test_dependencies_point_one_way():
 
 
 def modules_imported(file, modules):
-    """Of coarse, wherever in the file, and for annotations alone too."""
+    """Modules of coarse that a file imports anywhere, annotations included."""
     for node in ast.walk(ast.parse(file.read_text())):
         names = []
         if isinstance(node, ast.Import):

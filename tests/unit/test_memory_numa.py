@@ -124,7 +124,7 @@ def test_its_processors_are_those_of_the_node(memory):
 
 
 def test_a_memory_device_and_what_it_starts_run_on_the_cores_near_its_memory(memory, monkeypatch):
-    """Of this thread alone, whose threads inherit it as sync cores do."""
+    """The policy of this thread alone; its threads inherit it, as sync cores do."""
     nearest = max(os.sched_getaffinity(0))
     monkeypatch.setattr(memory, "cores", lambda: (nearest, 1 << 10))
     found = []

@@ -43,7 +43,7 @@ def topology():
 
 @pytest.fixture
 def machine(monkeypatch):
-    """What the driver and NVML say, and the kernel of two nodes with a memory-only one beside each."""
+    """Answers of the driver and NVML, and a kernel with two NUMA nodes and a memory-only one near each."""
     nodes = [
         NumaNode(node=node, cores=cores, memory_bytes=1, distances=distances)
         for node, cores, distances in (

@@ -9,7 +9,7 @@ import coarse
 
 PACKAGE = Path(coarse.__file__).parent
 SOURCES = {".cpp", ".hpp", ".h", ".inc", ".cu", ".cuh", ".cc", ".py", ".pyi"}
-# Of the driver and of the runtime, as calls, flags and attributes name it.
+# Names in calls, flags and attributes of the driver and the runtime.
 MANAGED = re.compile(r"AllocManaged|MallocManaged|MemPrefetch|MemAdvise|__managed__|MEM_ATTACH|MemAttach")
 DRIVER = PACKAGE / "kernels" / "include" / "coarse" / "gpu" / "cuda_api.hpp"
 

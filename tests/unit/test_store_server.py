@@ -240,7 +240,7 @@ def name(tmp_path, monkeypatch):
 
 
 def test_no_name_of_a_store_can_be_taken_by_another_user(name):
-    """An abstract name could: whoever was first had it."""
+    """An abstract name could be taken: the first process got it."""
     taken = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     taken.bind(f"\0coarse/{os.getuid()}/{name}")
     server = serve(LocalAddress(name))

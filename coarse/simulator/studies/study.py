@@ -1,4 +1,4 @@
-"""What a study gives: figures beside a document's, claims that hold or do not, pictures and state tables."""
+"""Results of a study: figures with a document's, claims that hold or do not, pictures and state tables."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class StudyResult:
     """Everything that a study found. Each figure of it is simulated.
 
     Args:
-        comparisons: Figures beside the document's.
+        comparisons: Figures with the document's.
         claims: The document's other statements.
         tables: Results without a counterpart in the document.
         pictures: Plots by file name without suffix, with the document's points on them.
