@@ -27,7 +27,7 @@ def scaling_figure() -> Figure:
         axes.set_title(name)
         if not place:
             axes.set_ylabel("time of an epoch, s")
-    axes.legend(fontsize="small")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)
     figure.suptitle("The tree on DGX-1 with P100, simulated")
     return figure
 
