@@ -10,13 +10,13 @@ TORCH := torch==2.13.0
 HAS_TORCH := import sys, torch; sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 6))
 
 NATIVE_SOURCES := $(shell find coarse -name '*.cpp' -o -name '*.hpp' -o -name '*.inc' -o -name '*.cuh')
-FORMATTED_SOURCES = $(shell find coarse tests benchmarks -name '*.cpp' -o -name '*.hpp' -o -name '*.inc' -o -name '*.cu' -o -name '*.cuh')
+FORMATTED_SOURCES = $(shell find coarse tests benchmarks -name '*.cpp' -o -name '*.hpp' -o -name '*.inc' -o -name '*.cu' -o -name '*.cuh' -o -name '*.cc')
 
 # Where it is set, each process would compile all of PyTorch again (10 s for each import, not 3).
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help train train-tf experiments benchmarks gpu quick test test-all lint python-test native-test native-test-asan native-test-tsan clean
+.PHONY: help train train-tf experiments benchmarks gpu wheels quick test test-all lint python-test native-test native-test-asan native-test-tsan clean
 
 help:  ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*  ## /\1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -32,6 +32,9 @@ experiments: $(INSTALLED)  ## Run the paper's experiments and rewrite their tabl
 
 gpu: $(INSTALLED)  ## Run what only a GPU decides: tests and benchmarks, in a table beside their aims (half an hour).
 	$(BIN)/python benchmarks/gpu_report.py
+
+wheels: $(INSTALLED)  ## Build a wheel for this Python into dist/, for C libraries from glibc 2.28 on (minutes).
+	$(BIN)/python packaging/wheels.py
 
 quick: $(INSTALLED)  ## Run ruff, the unit tests and the core of the multi-process tests: the loop while you work.
 	$(BIN)/ruff check .

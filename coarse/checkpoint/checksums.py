@@ -19,7 +19,7 @@ def crc32c_function() -> Callable[[Any, int], int]:
         from crc32c import crc32c
     except ImportError:
         raise CheckpointError(
-            "checkpoints need the package crc32c: pip install 'coarse[checkpoint]'"
+            "checkpoints need the package crc32c: pip install 'coarse-train[checkpoint]'"
         ) from None
     function: Callable[[Any, int], int] = crc32c
     return function

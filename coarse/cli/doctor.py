@@ -395,7 +395,7 @@ def nccl_findings(gpus: Sequence[Gpu]) -> list[Finding]:
         return [Finding(topic=topic, name=name, value=found.removeprefix("NCCL "))]
     if len(gpus) < 2:
         return []
-    advice = "for all-reduces between GPUs: pip install 'coarse[nccl]'"
+    advice = "for all-reduces between GPUs: pip install 'coarse-train[nccl]'"
     return [Finding(topic=topic, name=name, value="none", status=NOTE, advice=advice)]
 
 

@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if extra is None:
             raise
         print(
-            f"coarse {arguments.command}: {error.msg}; pip install 'coarse[{extra}]' brings it",
+            f"coarse {arguments.command}: {error.msg}; pip install 'coarse-train[{extra}]' brings it",
             file=sys.stderr,
         )
         return _EXIT_FAILED

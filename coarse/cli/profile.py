@@ -123,7 +123,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.gpus:
         return _profile_gpus(arguments)
     if arguments.figures is not None and find_spec("matplotlib") is None:
-        print("coarse profile: --figures needs matplotlib: pip install 'coarse[plot]'", file=sys.stderr)
+        print("coarse profile: --figures needs matplotlib: pip install 'coarse-train[plot]'", file=sys.stderr)
         return _EXIT_USAGE
     try:
         scope = _scope(arguments)

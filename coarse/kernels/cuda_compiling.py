@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 OPTIONS = ("--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
 """For NVRTC. The host's bits: one rounding per operation, none flushed to zero."""
 
-_INSTALL = "pip install 'coarse[cuda]'; a PyTorch for CUDA brings it too"
+_INSTALL = "pip install 'coarse-train[cuda]'; a PyTorch for CUDA brings it too"
 
 
 def choose_compiler(found: Sequence[Nvrtc], driver_version: tuple[int, int], architecture: int) -> Nvrtc:

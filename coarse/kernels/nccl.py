@@ -14,7 +14,7 @@ _WHEEL = "nvidia/nccl/lib"
 
 
 def find_nccl() -> _native.NcclLibrary:
-    """Loads the NCCL of this environment, that of PyTorch or of `pip install 'coarse[nccl]'`; else the machine's.
+    """Loads this environment's NCCL, PyTorch's or that of `pip install 'coarse-train[nccl]'`; else the machine's.
 
     It stays loaded, and needs neither a GPU nor a driver until somebody joins a communicator.
 

@@ -252,7 +252,7 @@ def read_gpu_topology(root: Path = Path("/")) -> GpuTopology:
         import pynvml
     except ImportError:
         raise CoarseError(
-            "nvidia-ml-py is not installed (pip install 'coarse[gpu]'): GPUs cannot be detected"
+            "nvidia-ml-py is not installed (pip install 'coarse-train[gpu]'): GPUs cannot be detected"
         ) from None
     try:
         pynvml.nvmlInit()

@@ -481,7 +481,7 @@ def read_gpus(root: Path = _ROOT) -> tuple[tuple[Gpu, ...], str]:
     try:
         import pynvml
     except ImportError:
-        return (), "nvidia-ml-py is not installed (pip install 'coarse[gpu]'): GPUs cannot be detected"
+        return (), "nvidia-ml-py is not installed (pip install 'coarse-train[gpu]'): GPUs cannot be detected"
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:

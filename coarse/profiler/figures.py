@@ -1,4 +1,4 @@
-"""Plots of profiles and of transfers: the paper's Figures 8, 9, 14 and 15. Needs matplotlib (`coarse[plot]`).
+"""Plots of profiles and of transfers: the paper's Figures 8, 9, 14 and 15. Needs matplotlib (`coarse-train[plot]`).
 
 Pure functions that return a matplotlib Figure; save_figure() writes it. Every title names the machine and the kind of
 the data. Colours are those of Okabe and Ito, which colour-blind readers can distinguish. Lines also differ in their

@@ -1,4 +1,4 @@
-"""Checkpoints need the package crc32c (`pip install 'coarse[checkpoint]'`); without it these tests are skipped."""
+"""Checkpoints need crc32c (`pip install 'coarse-train[checkpoint]'`); without it these tests are skipped."""
 
 from importlib.util import find_spec
 

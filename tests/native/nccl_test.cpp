@@ -351,7 +351,7 @@ TEST_F(Nccl, RanksThatThereAreNotAreRefused) {
 
 TEST(NcclLibrary, ThatIsNotInstalledIsNamedWithTheRemedy) {
   expectSays(messageOf<Error>([] { Library("libcoarse_no_nccl.so.2"); }),
-             {"no NCCL", "libcoarse_no_nccl.so.2", "pip install 'coarse[nccl]'"});
+             {"no NCCL", "libcoarse_no_nccl.so.2", "pip install 'coarse-train[nccl]'"});
 }
 
 TEST(NcclLibrary, WithoutAFunctionIsTooOld) {

@@ -9,6 +9,7 @@ from typing import Any
 
 from process_pool import ProcessPool
 
+import coarse
 from coarse.machine.toml_lines import read_toml
 
 _HERE = Path(__file__).parent
@@ -18,10 +19,10 @@ _ROOT = _HERE.parents[1]
 def installed_coarse(folder: Path) -> Path:
     """Makes `folder` look, to importlib.metadata, as if this source tree were installed in it."""
     project = read_toml(_ROOT / "pyproject.toml").values["project"]
-    information = folder / f"coarse-{project['version']}.dist-info"
+    information = folder / f"coarse_train-{coarse.__version__}.dist-info"
     information.mkdir()
     information.joinpath("METADATA").write_text(
-        f"Metadata-Version: 2.1\nName: coarse\nVersion: {project['version']}\n"
+        f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {coarse.__version__}\n"
     )
     lines = []
     for group, entries in project["entry-points"].items():

@@ -24,7 +24,7 @@ DIGITS = ("--epochs", "16")  # enough for 97 %
 def needs(*modules: str) -> None:
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
-        pytest.skip(f"{', '.join(missing)} not installed: pip install coarse[trainers]")
+        pytest.skip(f"{', '.join(missing)} not installed: pip install coarse-train[trainers]")
 
 
 def run(*command: str) -> str:

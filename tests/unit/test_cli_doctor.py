@@ -204,7 +204,7 @@ def test_nccl_that_is_missing_is_noted_where_there_are_gpus_to_reduce_between(mo
     assert doctor.nccl_findings([]) == doctor.nccl_findings([GPU]) == []
     (finding,) = doctor.nccl_findings([GPU, GPU])
     assert (finding.status, finding.value) == (doctor.NOTE, "none")
-    assert "coarse[nccl]" in finding.advice
+    assert "coarse-train[nccl]" in finding.advice
 
 
 def test_few_open_files_are_noted():

@@ -154,7 +154,7 @@ def test_memory_of_a_gpu_whose_kernels_nothing_compiles_is_refused_before_anythi
     )
     assert ended.returncode == 2
     assert ended.stderr == (
-        "coarse run: error: GPU memory devices need NVRTC, which was not found: pip install 'coarse[cuda]'; a "
+        "coarse run: error: GPU memory devices need NVRTC, which was not found: pip install 'coarse-train[cuda]'; a "
         "PyTorch for CUDA brings it too (see `coarse run --help`)\n"
     )
 

@@ -349,7 +349,7 @@ def test_without_nvml_there_are_no_gpus_and_a_reason(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     gpus, note = host.read_gpus()
     assert gpus == ()
-    assert "pip install 'coarse[gpu]'" in note
+    assert "pip install 'coarse-train[gpu]'" in note
 
 
 def test_without_a_driver_there_are_no_gpus_and_a_reason(monkeypatch):

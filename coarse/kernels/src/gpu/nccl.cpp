@@ -14,7 +14,7 @@ namespace {
 constexpr std::chrono::microseconds kLook{50};
 
 constexpr const char* kInstall =
-    "pip install 'coarse[nccl]' brings it (for drivers of CUDA 13: pip install nvidia-nccl-cu13)";
+    "pip install 'coarse-train[nccl]' brings it (for drivers of CUDA 13: pip install nvidia-nccl-cu13)";
 
 /// Decodes the decimal number of ncclGetVersion(), for example 23203 for 2.32.3; 2803 for 2.8.3.
 Version decoded(int code) {
