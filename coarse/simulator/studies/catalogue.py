@@ -6,7 +6,10 @@ from importlib import import_module
 
 from coarse.simulator.studies.study import Study
 
-_MODULES: dict[str, str] = {"dgx1": "dgx1.dgx1_study"}
+_MODULES: dict[str, str] = {
+    "dgx1": "dgx1.dgx1_study",
+    "gpu-networking": "gpu_networking.networking_study",
+}
 """Name of a study to the module of this package whose STUDY it is, e.g. {"mgcc": "coherence.mgcc_study"}."""
 
 NAMES = tuple(_MODULES)
