@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 
 from coarse.profiler.figures import COLOURS
 from coarse.simulator.studies.gpu_networking.all_reduce import GDS, SIX
-from coarse.simulator.studies.gpu_networking.messages import one_sided_put
+from coarse.simulator.studies.gpu_networking.messages import grown, kernel_us_per_byte, one_sided_put
 from coarse.simulator.studies.gpu_networking.stages import SLIDE_16, SLIDE_59, ActiveMessage
 from coarse.simulator.studies.gpu_networking.traces import best_us
 
@@ -15,20 +15,25 @@ _NODES = 8
 
 
 def stages_figure() -> Figure:
-    """Slide 16's stages, stacked."""
+    """Slide 16's stages of 64 B, and those of 4 KB that follow from them."""
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
     messages = {
-        f"{scheme}\n{nbytes} B": stages for nbytes, of in SLIDE_16.items() for scheme, stages in of.items()
+        f"{scheme}\n{nbytes} B": grown(
+            SLIDE_16[64][scheme], nbytes=nbytes, kernel_us_per_byte=kernel_us_per_byte()
+        )
+        for nbytes in SLIDE_16
+        for scheme in ("XTQ", "HSA")
     }
     bottoms = [0.0] * len(messages)
     for stage, colour in zip(ActiveMessage._fields, COLOURS, strict=False):
         heights = [getattr(stages, stage) for stages in messages.values()]
         axes.bar(list(messages), heights, bottom=bottoms, color=colour, label=stage)
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
-    axes.plot(list(messages), [sum(stages) for stages in messages.values()], "kx", label="sum of the slide")
+    sums = [sum(of[scheme]) for of in SLIDE_16.values() for scheme in ("XTQ", "HSA")]
+    axes.plot(list(messages), sums, "kx", markersize=9, label="sum on the slide")
     axes.set_ylabel("time, us")
-    axes.set_title("An active message by stages (slide 16)")
+    axes.set_title("An active message, simulated from the stages of 64 B (slide 16)")
     axes.legend(fontsize="small", ncols=2)
     return figure
 
