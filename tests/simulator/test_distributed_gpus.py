@@ -1,4 +1,10 @@
-"""Distributed GPUs: data before flag, one put per iteration, requests by counting; each planted error is found."""
+"""Distributed GPUs: data before flag, one put per iteration, requests by counting; each planted error is found.
+
+Planted in put and notify: flag on another queue, flag before the data, reset in two steps, newest request first. In
+the last block: counter without an atomic, one flag for all iterations, sends from the first block, does not reset
+the counter, flag before the boundary. In coalescing: merges across a gap, merges across packets, forgets the last
+request.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from interleaving import interleave
 
+from coarse.profiler.alpha_beta import AlphaBeta
+from coarse.profiler.switchover import predict_all_to_all_crossing
 from coarse.simulator.studies.distributed_gpus import (
     coalescing,
     collectives,
+    distributed_study,
     last_block,
     notifications,
     put_get,
@@ -23,6 +32,7 @@ from coarse.simulator.studies.distributed_gpus import (
 from coarse.simulator.studies.distributed_gpus.global_addresses import GlobalAddressSpace
 from coarse.simulator.studies.distributed_gpus.machines import IVY_BRIDGE, PUT_US, SANDY_BRIDGE
 from coarse.simulator.studies.distributed_gpus.put_get import GPU_QUEUES, HOST_QUEUES
+from coarse.simulator.studies.study import Basis
 
 MOST_CHOICE = 1000
 choices_of_schedules = st.lists(st.integers(0, MOST_CHOICE), min_size=1, max_size=40)
@@ -403,3 +413,40 @@ def test_communication_that_computation_hides_costs_the_host_alone():
 
 def test_a_sleeping_processor_saves_energy_until_the_job_takes_too_long():
     assert stencil.efficiency_gain(1.0) > stencil.efficiency_gain(0.95) > 0 > stencil.efficiency_gain(0.9)
+
+
+@pytest.mark.parametrize("gpus", [4, 8])
+def test_the_runtimes_formula_predicts_the_simulated_switch(gpus):
+    path = AlphaBeta(alpha_us=collectives.barrier_us(gpus), beta_gbytes_per_s=0.8)
+    formula = predict_all_to_all_crossing(path, gpus)
+    assert collectives.switch_bytes(gpus) == pytest.approx(formula, rel=0.05)
+
+
+# ---- the study ----
+
+
+@pytest.fixture(name="result", scope="module")
+def result_of_the_study():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distributed_study, "find_spec", lambda name: None)  # no pictures
+        return distributed_study.STUDY.run(lambda words: None)
+
+
+def test_exact_figures_agree_and_others_say_why_not(result):
+    assert all(each.agrees for each in result.comparisons if each.basis is Basis.EXACT)
+    assert all(each.reason for each in result.deviations())
+
+
+def test_four_of_five_predicted_figures_agree(result):
+    predicted = [each.agrees for each in result.comparisons if each.basis is Basis.PREDICTED]
+    assert sum(predicted) >= 0.8 * len(predicted)
+
+
+def test_two_runs_give_the_same(result, monkeypatch):
+    monkeypatch.setattr(distributed_study, "find_spec", lambda name: None)
+    assert distributed_study.STUDY.run(lambda words: None) == result
+
+
+def test_pictures_can_be_drawn():
+    pytest.importorskip("matplotlib")
+    assert set(distributed_study._pictures()) == {"transfers", "all-reduce", "message-rate"}

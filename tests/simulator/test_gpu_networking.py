@@ -1,4 +1,10 @@
-"""GPU networking: triggers fire once, the ring loses nothing in any interleaving, and each planted error is found."""
+"""GPU networking: triggers fire once, the ring loses nothing in any interleaving, and each planted error is found.
+
+Planted in the trigger list: fires twice, takes one trigger more than its threshold, drops triggers before their
+registration, forgets their count at registration, does not start at registration, counts for another tag. In the
+ring: sets the status before the entry, never refreshes the read index, takes the write index for it, fills one entry
+too many, completes before it performs, frees the entry before it reads.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +21,14 @@ from coarse.simulator.studies.gpu_networking import (
     active_messages,
     all_reduce,
     messages,
+    networking_study,
     ring,
     stages,
     triggers,
 )
 from coarse.simulator.studies.gpu_networking.memory import SharedMemory
 from coarse.simulator.studies.gpu_networking.training import speedup
+from coarse.simulator.studies.study import Basis
 
 NUM_REQUESTS = 6
 MOST_CHOICE = 1000
@@ -386,3 +394,36 @@ def test_a_workload_gains_where_it_waits(blocked, ratio, expected):
 def test_a_workload_that_only_waits_is_refused():
     with pytest.raises(ValueError, match="have no meaning"):
         speedup(1.0, 2.0)
+
+
+# ---- the study ----
+
+
+@pytest.fixture(name="result", scope="module")
+def result_of_the_study():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(networking_study, "find_spec", lambda name: None)  # no pictures
+        return networking_study.STUDY.run(lambda words: None)
+
+
+def test_exact_figures_agree_and_others_say_why_not(result):
+    off = [each.what for each in result.comparisons if each.basis is Basis.EXACT and not each.agrees]
+    assert off == ["XTQ's gain over HSA, 64 B"]
+    assert all(each.reason for each in result.deviations())
+
+
+def test_stages_of_one_slide_predict_those_of_another(result):
+    predicted = {each.what: each.agrees for each in result.comparisons if each.basis is Basis.PREDICTED}
+    waits = [agrees for what, agrees in predicted.items() if "the target's wait" in what]
+    assert waits == [True, True, True]
+
+
+@pytest.mark.parametrize("path", all_reduce.PATHS, ids=lambda path: path.name)
+def test_two_runs_give_the_same(path):
+    one, other = (all_reduce.all_reduce_us(path, nodes=4, nbytes=1 << 20) for _ in range(2))
+    assert one == other
+
+
+def test_pictures_can_be_drawn():
+    pytest.importorskip("matplotlib")
+    assert set(networking_study._pictures()) == {"stages", "puts", "all-reduce"}

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from coarse.profiler.alpha_beta import AlphaBeta
+from coarse.profiler.switchover import predict_all_to_all_crossing, predict_crossing
 from coarse.simulator.studies.distributed_gpus import collectives, put_get, stencil, transfers
 from coarse.simulator.studies.distributed_gpus.coalescing import read_requests, write_requests
 from coarse.simulator.studies.distributed_gpus.last_block import Gpu
@@ -18,6 +20,7 @@ from coarse.simulator.studies.distributed_gpus.machines import (
     PUT_US,
     RMA_PUT_US,
     SANDY_BRIDGE,
+    STAGING_US,
     STREAM_SYNC_US,
 )
 from coarse.simulator.studies.distributed_gpus.notifications import Queues, Segment
@@ -490,29 +493,28 @@ def _synchronisation_table() -> StateTable:
 
 
 def _switch_table() -> StateTable:
+    """Beside the runtime's own formula, with latency and bandwidth of one path."""
+    rows: list[tuple[str, ...]] = []
+    for machine in (SANDY_BRIDGE, IVY_BRIDGE):
+        direct = AlphaBeta(alpha_us=PUT_US.value, beta_gbytes_per_s=machine.peer_read.value / 1000)
+        staged = AlphaBeta(
+            alpha_us=PUT_US.value + STAGING_US.value,
+            beta_gbytes_per_s=1e-3 / (1 / machine.link.value + 1 / machine.copy.value),
+        )
+        formula = predict_crossing(direct, staged)
+        what = f"write from GPU to GPU, {machine.name}"
+        rows.append((what, "direct", "staged", str(transfers.switch_bytes(machine)), f"{formula:.0f}"))
+    for gpus in (4, 8, 16):
+        path = AlphaBeta(
+            alpha_us=collectives.barrier_us(gpus), beta_gbytes_per_s=collectives.store_mbytes_per_s(1) / 1000
+        )
+        formula = predict_all_to_all_crossing(path, gpus)
+        what = f"all-reduce of {gpus} GPUs"
+        rows.append((what, "all-gather", "all-to-all", str(collectives.switch_bytes(gpus)), f"{formula:.0f}"))
     return StateTable(
-        title="Sizes at which the faster way changes (simulated)",
-        columns=("what", "below", "above", "bytes"),
-        rows=[
-            *(
-                (
-                    f"write from GPU to GPU, {machine.name}",
-                    "direct",
-                    "staged",
-                    str(transfers.switch_bytes(machine)),
-                )
-                for machine in (SANDY_BRIDGE, IVY_BRIDGE)
-            ),
-            *(
-                (
-                    f"all-reduce of {gpus} GPUs",
-                    "all-gather",
-                    "all-to-all",
-                    str(collectives.switch_bytes(gpus)),
-                )
-                for gpus in (4, 8, 16)
-            ),
-        ],
+        title="Sizes at which the faster way changes (simulated), and coarse/profiler/switchover.py",
+        columns=("what", "below", "above", "simulated, bytes", "formula, bytes"),
+        rows=rows,
     )
 
 
@@ -522,9 +524,9 @@ def _pictures() -> Mapping[str, Figure]:
     from coarse.simulator.studies.distributed_gpus import pictures
 
     return {
-        "distributed-gpus-transfers": pictures.transfers_figure(),
-        "distributed-gpus-all-reduce": pictures.all_reduce_figure(),
-        "distributed-gpus-message-rate": pictures.message_rate_figure(),
+        "transfers": pictures.transfers_figure(),
+        "all-reduce": pictures.all_reduce_figure(),
+        "message-rate": pictures.message_rate_figure(),
     }
 
 

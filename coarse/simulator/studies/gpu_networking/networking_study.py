@@ -323,9 +323,9 @@ def _pictures() -> Mapping[str, Figure]:
     from coarse.simulator.studies.gpu_networking import pictures
 
     return {
-        "gpu-networking-stages": pictures.stages_figure(),
-        "gpu-networking-puts": pictures.puts_figure(),
-        "gpu-networking-all-reduce": pictures.all_reduce_figure(),
+        "stages": pictures.stages_figure(),
+        "puts": pictures.puts_figure(),
+        "all-reduce": pictures.all_reduce_figure(),
     }
 
 
