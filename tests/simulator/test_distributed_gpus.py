@@ -340,6 +340,24 @@ def test_hybrid_is_the_faster_of_both_ways(machine):
         assert transfers.hybrid_us(machine, 1 << power, switch_bytes=switch) == min(ways)
 
 
+def test_an_all_to_all_sends_at_the_rate_of_its_slowest_part():
+    gpus, nbytes = 4, 1 << 24
+    direct, staged = (
+        transfers.all_to_all_us(SANDY_BRIDGE, gpus=gpus, nbytes=nbytes, is_staged=is_staged)
+        for is_staged in (False, True)
+    )
+    assert direct == pytest.approx((gpus - 1) * nbytes / SANDY_BRIDGE.peer_read.value + PUT_US.value)
+    first_copy_us = transfers.STAGING_US.value + nbytes / SANDY_BRIDGE.copy.value
+    assert staged == pytest.approx(
+        first_copy_us + (gpus - 1) * nbytes / SANDY_BRIDGE.link.value + PUT_US.value
+    )
+
+
+def test_an_all_to_all_switches_at_smaller_messages_than_a_write():
+    """Copies of later messages hide behind earlier ones."""
+    assert transfers.all_to_all_switch_bytes(SANDY_BRIDGE, 8) < transfers.switch_bytes(SANDY_BRIDGE)
+
+
 def test_chunks_of_a_staged_write_overlap():
     """The last chunk leaves host memory after all others have left, and only the first copy is not hidden."""
     nbytes, chunk = 8 << 20, 1 << 20

@@ -47,6 +47,7 @@ if TYPE_CHECKING:  # slow to import
     from matplotlib.figure import Figure
 
 _FITTED, _PREDICTED, _EXACT = Basis.FITTED, Basis.PREDICTED, Basis.EXACT
+_GPUS = 8
 _SMALL, _LARGE = 64, 1 << 20
 _LARGE_WORK = 2560 / 280  # Table 5.6: MFLOP of 640 x 640 x 386 by those of 256 x 256 x 256
 
@@ -476,7 +477,7 @@ def _synchronisation_table() -> StateTable:
         "blocking event": BLOCKING_EVENT_US,
     }
     return StateTable(
-        title="Himeno on 16 GPUs by GASPI: speed-up by the way in which the host waits (simulated)",
+        title="Himeno on 16 GPUs by GASPI: speed-up by the way in which the host waits",
         columns=("synchronisation", "us (Table 4.1)", "M", "L"),
         rows=[
             (
@@ -504,6 +505,8 @@ def _switch_table() -> StateTable:
         formula = predict_crossing(direct, staged)
         what = f"write from GPU to GPU, {machine.name}"
         rows.append((what, "direct", "staged", str(transfers.switch_bytes(machine)), f"{formula:.0f}"))
+        what = f"all-to-all of {_GPUS} GPUs, {machine.name}"
+        rows.append((what, "direct", "staged", str(transfers.all_to_all_switch_bytes(machine, _GPUS)), ""))
     for gpus in (4, 8, 16):
         path = AlphaBeta(
             alpha_us=collectives.barrier_us(gpus), beta_gbytes_per_s=collectives.store_mbytes_per_s(1) / 1000
@@ -512,7 +515,7 @@ def _switch_table() -> StateTable:
         what = f"all-reduce of {gpus} GPUs"
         rows.append((what, "all-gather", "all-to-all", str(collectives.switch_bytes(gpus)), f"{formula:.0f}"))
     return StateTable(
-        title="Sizes at which the faster way changes (simulated), and coarse/profiler/switchover.py",
+        title="Sizes at which the faster way changes, and coarse/profiler/switchover.py",
         columns=("what", "below", "above", "simulated, bytes", "formula, bytes"),
         rows=rows,
     )

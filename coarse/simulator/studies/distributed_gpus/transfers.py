@@ -6,6 +6,7 @@ it by posted ones. A staged write copies a chunk to host memory first; each fini
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum
 
 from coarse.simulator.engine import simulate
@@ -103,12 +104,65 @@ def hybrid_us(machine: Machine, nbytes: int, *, switch_bytes: float) -> float:
     return direct_us(machine, nbytes) if nbytes <= switch_bytes else staged_us(machine, nbytes)
 
 
+def all_to_all_us(machine: Machine, *, gpus: int, nbytes: int, is_staged: bool) -> float:
+    """Every GPU writes `nbytes` to every other one, each GPU with a network interface of its own."""
+    tasks: list[Task] = []
+    for source in range(gpus):
+        for distance in range(1, gpus):
+            target = (source + distance) % gpus
+            tasks += _exchange_tasks(source, target, distance, nbytes, is_staged=is_staged)
+    kinds = capacities(machine) | {"link in": machine.link.value * MB}
+    return (
+        simulate(tasks, {f"{kind} {gpu}": rate for kind, rate in kinds.items() for gpu in range(gpus)}).end_s
+        / US
+    )
+
+
+def _exchange_tasks(source: int, target: int, order: int, nbytes: int, *, is_staged: bool) -> list[Task]:
+    buckets = [f"link {source}", f"link in {target}", f"PCIe writes {target}"]
+    copy = Task(
+        name=f"copy {source}.{target}",
+        queue=f"copy engine {source}",
+        order=order,
+        overhead_s=STAGING_US.value * US,
+        nbytes=nbytes,
+        usage=((f"copy engine {source}", 1.0),),
+    )
+    write = Task(
+        name=f"write {source}.{target}",
+        after=(copy.name,) if is_staged else (),
+        queue=f"send queue {source}",
+        order=order,
+        nbytes=nbytes,
+        usage=tuple(
+            (bucket, 1.0) for bucket in (buckets if is_staged else [*buckets, f"PCIe reads {source}"])
+        ),
+        latency_s=PUT_US.value * US,
+    )
+    return [copy, write] if is_staged else [write]
+
+
 def switch_bytes(machine: Machine) -> int:
     """The largest size, in bytes, up to which a direct write is the faster one."""
+    return _largest(lambda nbytes: direct_us(machine, nbytes) <= staged_us(machine, nbytes))
+
+
+def all_to_all_switch_bytes(machine: Machine, gpus: int) -> int:
+    """The same for the messages of an all-to-all."""
+    return _largest(
+        lambda nbytes: (
+            all_to_all_us(machine, gpus=gpus, nbytes=nbytes, is_staged=False)
+            <= all_to_all_us(machine, gpus=gpus, nbytes=nbytes, is_staged=True)
+        )
+    )
+
+
+def _largest(holds: Callable[[int], bool]) -> int:
+    """The largest number for which a condition holds that holds for 1 and for all smaller ones."""
     below, above = 1, _LARGEST_SWITCH
     while above - below > 1:
         middle = (below + above) // 2
-        if direct_us(machine, middle) <= staged_us(machine, middle):
+        if holds(middle):
             below = middle
         else:
             above = middle

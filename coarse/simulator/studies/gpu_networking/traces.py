@@ -110,7 +110,7 @@ def best_us(path: ControlPath, nbytes: int, nodes: int) -> float:
 def schemes_table() -> StateTable:
     """Who does what under each scheme, and a ring all-reduce's time."""
     return StateTable(
-        title="Ring all-reduce, us (simulated, equal nodes and links)",
+        title="Ring all-reduce, us, equal nodes and links",
         columns=("scheme", "prepares", "triggers", "completes", *(_workload(*each) for each in WORKLOADS)),
         rows=[
             (
