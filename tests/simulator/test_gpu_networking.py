@@ -20,6 +20,7 @@ from coarse.simulator.engine import simulate
 from coarse.simulator.studies.gpu_networking import (
     active_messages,
     all_reduce,
+    control_paths,
     messages,
     networking_study,
     ring,
@@ -362,7 +363,7 @@ def test_host_threads_serve_work_groups_in_turns():
     assert messages.service_us(work_groups=64, threads=8) == pytest.approx(8 * put_us)
 
 
-@pytest.mark.parametrize("path", all_reduce.PATHS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", control_paths.PATHS, ids=lambda path: path.who.name)
 def test_no_all_reduce_is_faster_than_its_link(path):
     nodes, nbytes = 4, 1 << 22
     us = all_reduce.all_reduce_us(path, nodes=nodes, nbytes=nbytes)
@@ -373,7 +374,7 @@ def test_no_all_reduce_is_faster_than_its_link(path):
 def test_kernel_boundaries_cost_a_launch_and_a_teardown_per_reduction():
     """In closed form, for a chunk that takes no time."""
     nodes = 5
-    us = all_reduce.all_reduce_us(all_reduce.HDN, nodes=nodes, nbytes=1e-6)
+    us = all_reduce.all_reduce_us(control_paths.HDN, nodes=nodes, nbytes=1e-6)
     reduction = stages.LAUNCH_US.value + stages.EXECUTION_US.value + stages.TEARDOWN_US.value
     message = stages.HOST_PUT_US.value + sum(hop.us for hop in messages.DELIVERY)
     assert us == pytest.approx((nodes - 1) * reduction + 2 * (nodes - 1) * message)
@@ -381,7 +382,7 @@ def test_kernel_boundaries_cost_a_launch_and_a_teardown_per_reduction():
 
 def test_an_all_reduce_needs_two_nodes():
     with pytest.raises(ValueError, match="a ring of 1 nodes sends nothing"):
-        all_reduce.all_reduce_us(all_reduce.HDN, nodes=1, nbytes=1)
+        all_reduce.all_reduce_us(control_paths.HDN, nodes=1, nbytes=1)
 
 
 @pytest.mark.parametrize(
@@ -418,7 +419,7 @@ def test_stages_of_one_slide_predict_those_of_another(result):
     assert waits == [True, True, True]
 
 
-@pytest.mark.parametrize("path", all_reduce.PATHS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", control_paths.PATHS, ids=lambda path: path.who.name)
 def test_two_runs_give_the_same(path):
     one, other = (all_reduce.all_reduce_us(path, nodes=4, nbytes=1 << 20) for _ in range(2))
     assert one == other

@@ -5,7 +5,7 @@ from __future__ import annotations
 from matplotlib.figure import Figure
 
 from coarse.profiler.figures import COLOURS
-from coarse.simulator.studies.gpu_networking.all_reduce import GDS, SIX
+from coarse.simulator.studies.gpu_networking.control_paths import GDS, SIX
 from coarse.simulator.studies.gpu_networking.messages import grown, kernel_us_per_byte, one_sided_put
 from coarse.simulator.studies.gpu_networking.stages import SLIDE_16, SLIDE_59, ActiveMessage
 from coarse.simulator.studies.gpu_networking.traces import best_us
@@ -78,7 +78,7 @@ def all_reduce_figure() -> Figure:
     axes = figure.add_subplot()
     for path, colour, marker in zip(SIX, COLOURS, "osv^Dx", strict=False):
         ratios = [best_us(GDS, nbytes, _NODES) / best_us(path, nbytes, _NODES) for nbytes in _SIZES]
-        axes.plot(_SIZES, ratios, color=colour, marker=marker, label=path.name)
+        axes.plot(_SIZES, ratios, color=colour, marker=marker, label=path.who.name)
     axes.axhline(1.2, color="black", linestyle=":", label="GPU-TN, slide 49: about 1.2")
     axes.set_xscale("log", base=2)
     axes.set_xlabel("bytes of each node")

@@ -6,7 +6,8 @@ from dataclasses import replace
 from functools import cache
 
 from coarse.simulator.studies.gpu_networking.active_messages import Kernel, Put, Target
-from coarse.simulator.studies.gpu_networking.all_reduce import PATHS, ControlPath, all_reduce_us
+from coarse.simulator.studies.gpu_networking.all_reduce import all_reduce_us
+from coarse.simulator.studies.gpu_networking.control_paths import PATHS, ControlPath
 from coarse.simulator.studies.gpu_networking.memory import SharedMemory
 from coarse.simulator.studies.gpu_networking.ring import READ_INDEX, Consumer, Producer, status_word
 from coarse.simulator.studies.gpu_networking.triggers import TriggerList
@@ -114,10 +115,7 @@ def schemes_table() -> StateTable:
         columns=("scheme", "prepares", "triggers", "completes", *(_workload(*each) for each in WORKLOADS)),
         rows=[
             (
-                path.name,
-                path.prepares,
-                path.triggers,
-                path.completes,
+                *path.who,
                 *(f"{best_us(path, nbytes, nodes):.1f}" for nbytes, nodes in WORKLOADS),
             )
             for path in PATHS
