@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from coarse.client.memory.parameter_cache import ParameterCache
 from coarse.simulator.studies.catalogue import load_study
 from coarse.simulator.studies.remote_data_cache import (
     comparisons,
@@ -18,23 +19,36 @@ from coarse.simulator.studies.remote_data_cache import (
     remote_cache,
     traces,
 )
+from coarse.simulator.studies.remote_data_cache.claims import all_claims
 from coarse.simulator.studies.remote_data_cache.host_memory import waiting_seconds
 from coarse.simulator.studies.remote_data_cache.kernel_times import kernel_seconds, traffic_of
 from coarse.simulator.studies.remote_data_cache.last_level_cache import CacheOutcome, last_level_hits
+from coarse.simulator.studies.remote_data_cache.parameter_updates import update_table
 from coarse.simulator.studies.remote_data_cache.parameters import SOURCES, Machine
 from coarse.simulator.studies.remote_data_cache.placement import Placement
 from coarse.simulator.studies.remote_data_cache.protocol import System
 from coarse.simulator.studies.remote_data_cache.remote_cache import Coherence, with_cache, without_cache
-from coarse.simulator.studies.remote_data_cache.sharing import sharing_of
+from coarse.simulator.studies.remote_data_cache.results import (
+    LINK_SYSTEMS,
+    LINKS_GBYTES_PER_S,
+    Results,
+    WorkloadResult,
+    simulate_workload,
+)
+from coarse.simulator.studies.remote_data_cache.sharing import Sharing, sharing_of
 from coarse.simulator.studies.remote_data_cache.streams import Kernel, Stream
 from coarse.simulator.studies.remote_data_cache.systems import (
     HARDWARE,
     IDEAL,
+    MIGRATION,
     NO_COHERENCE,
     NUMA,
     REPLICATION,
+    SIZES_GIB,
     SOFTWARE,
+    WRITES_BACK,
     SimulatedWorkload,
+    sized,
 )
 from coarse.simulator.studies.remote_data_cache.workloads import WORKLOADS
 from coarse.simulator.studies.study import Basis
@@ -381,6 +395,39 @@ def test_traces_show_what_their_protocol_does():
     assert {len(row) for row in (*epochs.rows, *tracker.rows)} == {5, 4}
 
 
+# ---- beside the runtime ----
+
+
+@given(st.lists(st.booleans(), max_size=30))
+def test_the_runtimes_parameter_cache_hits_as_epochs_do(steps):
+    """True is a read of a parameter by node 0, False an update of it by node 1, its home."""
+    cache, version = ParameterCache(staleness=0, num_bytes=1), 0
+    system = System(num_nodes=2, cache_lines=1, coherence=Coherence.SOFTWARE)
+    for is_read in steps:
+        if is_read:
+            hits = system.num_hits
+            value = system.read(0, 1)
+            system.deliver_all()
+            is_hit = cache.is_hit(version)
+            if not is_hit:
+                cache.filled(version)
+            assert is_hit == (system.num_hits > hits)
+            assert value.value == version
+        else:
+            version += 1
+            system.write(1, 1)
+            system.deliver_all()
+            system.end_kernel()
+
+
+def test_a_tracker_saves_fetches_only_of_parameters_that_are_read_and_not_written():
+    dense, frozen, table, _ = update_table().rows
+    lines = 4096
+    assert dense[1:] == (f"{3 * lines:,}", "3", f"{3 * lines:,}", f"{3 * lines:,}")
+    assert frozen[1:] == (f"{3 * lines:,}", "3", "123", "123")  # three readers of 1% of the lines
+    assert table[1] == table[3]
+
+
 # ---- workloads ----
 
 
@@ -413,6 +460,66 @@ def test_replication_serves_a_table_that_is_only_read():
     speeds = speedups_of("Raytracing", (NUMA, REPLICATION, IDEAL))
     assert speeds[NUMA] < 0.6 * speeds[IDEAL]
     assert speeds[REPLICATION] > 0.95 * speeds[IDEAL]
+
+
+def test_two_runs_are_equal():
+    workload = next(each for each in WORKLOADS if each.name == "SSSP")
+    assert simulate_workload(workload, Machine()) == simulate_workload(workload, Machine())
+
+
+# ---- comparisons and claims ----
+
+
+def wrong_results():
+    """Results that contradict every statement of the document."""
+    speeds = {
+        NUMA: 2.0,
+        MIGRATION: 3.0,
+        REPLICATION: 5.0,
+        IDEAL: 20.0,
+        NO_COHERENCE: 5.0,
+        SOFTWARE: 4.5,
+        WRITES_BACK: 6.0,
+        HARDWARE: 2.5,
+        **dict(zip(map(sized, SIZES_GIB), (2.0, 2.1, 2.5, 6.0), strict=True)),
+    }
+    falling = dict(zip(LINKS_GBYTES_PER_S, (0.5, 1.0, 3.0, 3.0), strict=True))
+    result = WorkloadResult(
+        speedups=speeds,
+        remote_shares={NUMA: 0.5, SOFTWARE: 0.5, HARDWARE: 0.5},
+        link_speedups={
+            (system, rate): falling[rate] if system == HARDWARE else 3.7
+            for system in LINK_SYSTEMS
+            for rate in LINKS_GBYTES_PER_S
+        },
+        slowdowns=dict.fromkeys(SIZES_GIB, 0.3),
+        pages=Sharing(read_write_share=0.5, copies=1.0),
+        lines=Sharing(read_write_share=0.5, copies=1.0),
+        link_bytes={NUMA: 100.0, NO_COHERENCE: 50.0, HARDWARE: 100.0},
+        sent_writes={SOFTWARE: 10, WRITES_BACK: 5},
+        broadcast_share=1.0,
+    )
+    by_name = {workload.name: result for workload in WORKLOADS}
+    by_name["XSBench"] = replace(result, speedups={**speeds, SOFTWARE: 2.1})
+    return Results(by_name=by_name)
+
+
+def test_every_figure_can_differ():
+    results = wrong_results()
+    compared = [
+        *comparisons.speedups(results),
+        *comparisons.host_memory(results),
+        *comparisons.sharing(results),
+    ]
+    assert len(compared) == 20
+    assert [each.what for each in compared if each.agrees] == []
+
+
+def test_every_claim_can_fail():
+    holding = [each.what for each in all_claims(wrong_results()) if each.holds]
+    assert holding == ["Tag, epoch, valid bit and tracker fit into the spare bits of a line"]
+    wide = replace(Machine(), epoch_bits=48)
+    assert kernel_boundary.metadata_bits(wide) > kernel_boundary.spare_bits()
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from coarse.simulator.studies.remote_data_cache import comparisons, traces
 from coarse.simulator.studies.remote_data_cache.claims import all_claims
+from coarse.simulator.studies.remote_data_cache.parameter_updates import update_table
 from coarse.simulator.studies.remote_data_cache.parameters import SCALE, parameter_table
 from coarse.simulator.studies.remote_data_cache.results import (
     LINK_SYSTEMS,
@@ -22,7 +23,7 @@ from coarse.simulator.studies.remote_data_cache.systems import (
     REPLICATION,
     SOFTWARE,
 )
-from coarse.simulator.studies.remote_data_cache.workloads import OTHER_PARAMETERS
+from coarse.simulator.studies.remote_data_cache.workloads import OTHER_PARAMETERS, workload_table
 from coarse.simulator.studies.study import Comparison, Progress, StateTable, Study, StudyResult
 
 _SHOWN = (NUMA, MIGRATION, REPLICATION, SOFTWARE, HARDWARE, NO_COHERENCE, IDEAL)
@@ -37,7 +38,13 @@ def run(progress: Progress) -> StudyResult:
     return StudyResult(
         comparisons=list(all_comparisons(results)),
         claims=list(all_claims(results)),
-        tables=[_speedup_table(results), _link_table(results), parameter_table(OTHER_PARAMETERS)],
+        tables=[
+            _speedup_table(results),
+            _link_table(results),
+            parameter_table(OTHER_PARAMETERS),
+            workload_table(),
+            update_table(),
+        ],
         pictures={
             "workloads": pictures.workloads(results),
             "sensitivity": pictures.sensitivity(results),

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from coarse.simulator.studies.remote_data_cache.parameters import GIB, MIB, scaled_lines
 from coarse.simulator.studies.remote_data_cache.streams import Kernel, Lines
+from coarse.simulator.studies.study import StateTable
 
 Pattern = Callable[[int, np.random.Generator], Sequence[Kernel]]
 """From the lines of the footprint and random numbers to kernels."""
@@ -37,7 +38,7 @@ OTHER_PARAMETERS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
         "instructions per access, dense codes": (f"{DENSE:g}", "assumed", "bound by computing"),
         "outstanding lines per SM, RandAccess": ("2", "fitted", "RandAccess of Fig 9: latency limits it"),
         "access patterns": (
-            "`workloads.py`",
+            "in the table of workloads",
             "assumed",
             "from what the programs do; which are private, shared to read or shared to write, so that as many are of "
             "each kind as the document's introduction says",
@@ -405,3 +406,27 @@ WORKLOADS: Sequence[Workload] = (
         outstanding_lines=2,
     ),
 )
+
+
+def workload_table() -> StateTable:
+    """Workloads with their patterns."""
+    return StateTable(
+        title="Workloads: footprints of Table II, and assumed patterns",
+        columns=(
+            "workload",
+            "footprint, MiB",
+            "pattern",
+            "instructions per access",
+            "kernels before counting",
+        ),
+        rows=[
+            (
+                each.name,
+                f"{each.footprint_bytes / MIB:,.0f}",
+                str(each.pattern),
+                f"{each.instructions:g}",
+                str(each.warm_kernels),
+            )
+            for each in WORKLOADS
+        ],
+    )
