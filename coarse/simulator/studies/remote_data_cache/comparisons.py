@@ -58,7 +58,7 @@ def speedups(results: Results) -> Iterator[Comparison]:
 def host_memory(results: Results) -> Iterator[Comparison]:
     """Table V(b)."""
     for gib, document in ((0.5, 0.96), (1.0, 0.94), (2.0, 0.83), (4.0, 0.76)):
-        what = f"speed when {gib / 32:.1%} of the pages lie in the host's memory"
+        what = f"speed when {100 * gib / 32:.3g}% of the pages lie in the host's memory"
         yield _predicted(what, document, results.slowdown(gib), "Table V")
 
 

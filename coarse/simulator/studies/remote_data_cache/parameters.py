@@ -122,6 +122,13 @@ def parameter_table(others: Mapping[str, tuple[str, str, str]]) -> StateTable:
         others: Value, kind and source of those that are not of Machine.
     """
     machine = Machine()
-    rows = [(each.name, f"{getattr(machine, each.name):,}", *SOURCES[each.name]) for each in fields(Machine)]
+    rows = [
+        (f"`{each.name}`", _format(getattr(machine, each.name)), *SOURCES[each.name])
+        for each in fields(Machine)
+    ]
     rows += [(name, *cells) for name, cells in others.items()]
     return StateTable(title="Parameters", columns=("parameter", "value", "kind", "source"), rows=rows)
+
+
+def _format(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}"
