@@ -7,11 +7,10 @@ from importlib import import_module
 from coarse.simulator.studies.study import Study
 
 _MODULES: dict[str, str] = {
+    "carve": "remote_data_cache.carve_study",
     "dgx1": "dgx1.dgx1_study",
     "distributed-gpus": "distributed_gpus.distributed_study",
     "gpu-networking": "gpu_networking.networking_study",
-    "carve": "remote_data_cache.carve_study",
-    "dgx1": "dgx1.dgx1_study",
 }
 """Name of a study to the module of this package whose STUDY it is, e.g. {"mgcc": "coherence.mgcc_study"}."""
 
