@@ -1,4 +1,4 @@
-"""`coarse simulate`: one training step on a machine, under several schemes; every figure is simulated."""
+"""`coarse simulate`: one training step on a machine, or a study of a document; every figure is simulated."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from coarse.cli.plan import format_size, print_table
@@ -27,13 +28,31 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Adds `simulate` to the `coarse` command."""
     parser = subparsers.add_parser(
         "simulate",
-        help="one training step on a machine of any size, simulated",
+        help="one training step on a machine of any size, or a study of a document, simulated",
         description="Simulates one training step under several schemes: its time, the bytes of links, the memory of "
-        "workers and memory devices. Every figure is simulated; docs/simulator.md has the model and its limits.",
+        "workers and memory devices. With NAME: the system of another document, beside the document's figures. "
+        "Every figure is simulated; docs/simulator.md has the model and its limits.",
     )
+    _add_studies(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    _add_step(parser.add_argument_group("a training step"))
+    parser.set_defaults(handler=run, extra="plot")
+
+
+def _add_studies(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("study", nargs="?", metavar="NAME", help="a study; --list names them")
+    group = parser.add_argument_group("studies")
+    group.add_argument("--list", action="store_true", help="list the studies and their traces")
+    group.add_argument("--trace", metavar="TRACE", help="print this trace of study NAME, step by step")
+    group.add_argument("--all", action="store_true", help="run all studies, and rewrite their pages")
+    group.add_argument(
+        "--docs", type=Path, default=Path("docs"), metavar="FOLDER", help="of --all; default: %(default)s"
+    )
+
+
+def _add_step(parser: argparse._ArgumentGroup) -> None:
     parser.add_argument(
         "--machine",
-        required=True,
         metavar="NAME",
         help="a name from `coarse machine list`, a TOML file, or a generated machine: cxl-switch, cxl-pool, fat-tree",
     )
@@ -83,12 +102,43 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="US",
         help="the host's time for each message; default: 0",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(handler=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs `coarse simulate`; returns its exit code. Ctrl-C prints the results so far."""
+    """Runs `coarse simulate`; returns its exit code."""
+    from coarse.cli.studies import list_studies, show_study, write_all
+
+    fault = _fault(arguments)
+    if fault:
+        print(f"coarse simulate: {fault}", file=sys.stderr)
+        return _EXIT_USAGE
+    if arguments.list:
+        return list_studies(as_json=arguments.json)
+    if arguments.all:
+        return write_all(arguments.docs)
+    if arguments.study is not None:
+        return show_study(arguments.study, arguments.trace, as_json=arguments.json)
+    return _run_step(arguments)
+
+
+def _fault(arguments: argparse.Namespace) -> str:
+    """What is wrong with the question; "" if nothing is."""
+    asked = {
+        "NAME": arguments.study is not None,
+        "--machine": arguments.machine is not None,
+        "--list": arguments.list,
+        "--all": arguments.all,
+    }
+    given = [name for name, is_given in asked.items() if is_given]
+    if len(given) != 1:
+        return f"give one of {', '.join(asked)}" + (f", not {' and '.join(given)}" if given else "")
+    if arguments.trace is not None and arguments.study is None:
+        return "--trace needs the NAME of a study"
+    return ""
+
+
+def _run_step(arguments: argparse.Namespace) -> int:
+    """Simulates a step; Ctrl-C prints the results so far."""
     from coarse.simulator.schemes.catalogue import SCHEMES
     from coarse.simulator.validated import outside_validated_range
 

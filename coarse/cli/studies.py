@@ -1,0 +1,215 @@
+"""`coarse simulate NAME`: studies of other documents' systems, beside the figures of each document."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from coarse.cli.plan import print_table
+from coarse.simulator.studies import catalogue
+
+if TYPE_CHECKING:  # slow to import; `coarse --help` must not load these
+    from coarse.simulator.studies.study import StateTable, Study, StudyResult
+
+_EXIT_FAILED, _EXIT_USAGE = 1, 2
+
+
+def list_studies(*, as_json: bool) -> int:
+    """Prints the studies and their traces."""
+    studies = [catalogue.load_study(name) for name in catalogue.NAMES]
+    if as_json:
+        print(json.dumps([_study_as_json(each) for each in studies], indent=1))
+    else:
+        rows = [(each.name, each.title, each.document, ", ".join(each.traces)) for each in studies]
+        print_table("Studies of `coarse simulate NAME`", ("name", "title", "document", "traces"), rows)
+    return 0
+
+
+def show_study(name: str, trace: str | None, *, as_json: bool) -> int:
+    """Runs a study, or one of its traces, and prints what it found; returns the exit code."""
+    try:
+        study = catalogue.load_study(name)
+        if trace is None:
+            _show_result(study, as_json=as_json)
+        else:
+            _show_trace(study, trace, as_json=as_json)
+    except ValueError as error:
+        print(f"coarse simulate: {error}", file=sys.stderr)
+        return _EXIT_USAGE
+    return 0
+
+
+def write_all(docs: Path) -> int:
+    """Runs all studies, and rewrites their pages and the summary in the folder `docs`.
+
+    Returns:
+        The exit code: 1 if a study failed, which does not stop the others.
+    """
+    from coarse.simulator.studies.pages import INDEX, write_summary
+
+    if not (docs / INDEX).is_file():
+        print(
+            f"coarse simulate: {docs} holds no {INDEX}; start in a clone of COARSE, or name its docs by --docs",
+            file=sys.stderr,
+        )
+        return _EXIT_USAGE
+    outcomes: dict[str, tuple[Study, StudyResult] | str] = {}
+    for name in catalogue.NAMES:
+        outcomes[name] = _written(docs, name, num_done=len(outcomes))
+    write_summary(docs, outcomes)
+    return _EXIT_FAILED if any(isinstance(each, str) for each in outcomes.values()) else 0
+
+
+def _written(docs: Path, name: str, *, num_done: int) -> tuple[Study, StudyResult] | str:
+    """Study and result after its page is written, or the error's text."""
+    from coarse.simulator.studies.pages import write_page
+
+    where, started_s = f"{num_done + 1} of {len(catalogue.NAMES)}", time.monotonic()
+    try:
+        study = catalogue.load_study(name)
+        result = _run(study, f"{name} ({where})")
+        page = write_page(docs, study, result)
+    except KeyboardInterrupt:
+        print(f"coarse simulate: {num_done} of {len(catalogue.NAMES)} studies are written", file=sys.stderr)
+        raise
+    except Exception as error:
+        traceback.print_exc()
+        print(f"{name} ({where}) failed: {type(error).__name__}: {error}", file=sys.stderr)
+        return f"{type(error).__name__}: {error}"
+    print(f"{name} ({where}): {_in_words(result)}; {page}, {time.monotonic() - started_s:.1f} s", flush=True)
+    return study, result
+
+
+def _in_words(result: StudyResult) -> str:
+    agreeing = sum(each.agrees for each in result.comparisons)
+    holding = sum(each.holds for each in result.claims)
+    return f"{agreeing} of {len(result.comparisons)} figures agree, {holding} of {len(result.claims)} claims hold"
+
+
+def _run(study: Study, what: str) -> StudyResult:
+    """Runs a study; says on an interrupt in which part it was."""
+    part = ""
+    with _spinner(what) as show:
+
+        def progress(words: str) -> None:
+            nonlocal part
+            part = words
+            show(f"{what}: {words}")
+
+        try:
+            return study.run(progress)
+        except KeyboardInterrupt:
+            print(f"coarse simulate: interrupted in {what}: {part or 'its start'}", file=sys.stderr)
+            raise
+
+
+@contextmanager
+def _spinner(what: str) -> Iterator[Any]:
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=Console(stderr=True), transient=True, refresh_per_second=4) as bar:
+        line = bar.add_task(what, total=None)
+        yield lambda words: bar.update(line, description=words)
+
+
+# ---- output ----
+
+
+def _show_result(study: Study, *, as_json: bool) -> None:
+    result = _run(study, study.name)
+    if as_json:
+        print(json.dumps(_result_as_json(study, result), indent=1))
+    else:
+        _print_result(study, result)
+
+
+def _print_result(study: Study, result: StudyResult) -> None:
+    from coarse.simulator.studies.pages import CLAIM_HEAD, COMPARISON_HEAD, claim_row, comparison_row
+
+    print(f"{study.title}: {study.document}; {_in_words(result)}")
+    if result.comparisons:
+        _print_rows("Figures", COMPARISON_HEAD, [comparison_row(each) for each in result.comparisons])
+    if result.claims:
+        _print_rows("Claims", CLAIM_HEAD, [claim_row(each) for each in result.claims])
+    for table in result.tables:
+        print_table(f"{table.title}, simulated", table.columns, table.rows)
+
+
+def _print_rows(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Prints the rows of a Markdown table, without a column that is empty everywhere."""
+    kept = [place for place in range(len(head)) if any(row[place] for row in rows)]
+    plain = [[row[place].replace("*", "") for place in kept] for row in (head, *rows)]
+    print_table(title, plain[0], plain[1:])
+
+
+def _show_trace(study: Study, name: str, *, as_json: bool) -> None:
+    """Prints a trace.
+
+    Raises:
+        ValueError: If the study has no such trace.
+    """
+    if name not in study.traces:
+        known = ", ".join(study.traces) or "none"
+        raise ValueError(f"{study.name} has no trace {name!r}; its traces: {known}")
+    table = study.traces[name]()
+    if as_json:
+        print(json.dumps({"kind": "simulated", "study": study.name, **_table_as_json(table)}, indent=1))
+    else:
+        print_table(f"{table.title}, simulated", table.columns, table.rows)
+
+
+def _result_as_json(study: Study, result: StudyResult) -> dict[str, Any]:
+    return {
+        "kind": "simulated",
+        **_study_as_json(study),
+        "comparisons": [
+            {
+                "what": each.what,
+                "source": each.source,
+                "unit": each.unit,
+                "document": each.document,
+                "simulated": each.simulated,
+                "residual": each.residual,
+                "basis": each.basis.value,
+                "agrees": each.agrees,
+                "reason": each.reason,
+            }
+            for each in result.comparisons
+        ],
+        "claims": [
+            {
+                "what": each.what,
+                "source": each.source,
+                "found": each.found,
+                "holds": each.holds,
+                "reason": each.reason,
+            }
+            for each in result.claims
+        ],
+        "tables": [_table_as_json(each) for each in result.tables],
+    }
+
+
+def _study_as_json(study: Study) -> dict[str, Any]:
+    return {
+        "study": study.name,
+        "title": study.title,
+        "document": study.document,
+        "traces": list(study.traces),
+    }
+
+
+def _table_as_json(table: StateTable) -> dict[str, Any]:
+    return {
+        "title": table.title,
+        "columns": list(table.columns),
+        "rows": [list(row) for row in table.rows],
+    }

@@ -1,0 +1,202 @@
+"""The page of each study in a folder of documents: its tables and pictures between marks, its prose left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from coarse.profiler.figures import save_figure
+from coarse.simulator.studies.study import TOLERANCE, Basis, Claim, Comparison, Study, StudyResult
+
+INDEX = "simulator.md"
+"""The page with the summary; the others are in a folder beside it."""
+
+_FOLDER, _PICTURES = "simulator", "pictures"
+RESULTS, SUMMARY = "results", "studies"
+"""Names of the marks in a study's page, and in INDEX."""
+
+AGREES, DIFFERS = "agrees", "**differs**"
+HOLDS, FAILS = "holds", "**does not hold**"
+
+
+def page_of(docs: Path, name: str) -> Path:
+    """The page of a study."""
+    return docs / _FOLDER / f"{name}.md"
+
+
+def write_page(docs: Path, study: Study, result: StudyResult) -> Path:
+    """Writes pictures and tables of a study into its page, which is created if it is missing.
+
+    Raises:
+        OSError: If a file cannot be written.
+        ValueError: If the page has one mark without the other.
+    """
+    page = page_of(docs, study.name)
+    stems = {name: page.parent / _PICTURES / f"{study.name}-{name}" for name in result.pictures}
+    for name, figure in result.pictures.items():
+        save_figure(figure, stems[name])
+    lines = [*result_lines(result), *_picture_lines(stems)]
+    text = page.read_text(encoding="utf-8") if page.exists() else _new_page(study)
+    page.parent.mkdir(parents=True, exist_ok=True)
+    page.write_text(between_marks(_with_place(text), RESULTS, lines), encoding="utf-8")
+    return page
+
+
+def write_summary(docs: Path, outcomes: Mapping[str, tuple[Study, StudyResult] | str]) -> None:
+    """Writes a row for each study into INDEX.
+
+    Args:
+        docs: The folder of INDEX.
+        outcomes: Study and result by name; an error's text for a study that failed.
+
+    Raises:
+        OSError: If INDEX cannot be read or written.
+        ValueError: If INDEX has no place for the summary.
+    """
+    rewrite(docs / INDEX, SUMMARY, summary_lines(outcomes))
+
+
+def rewrite(page: Path, name: str, lines: Iterable[str]) -> None:
+    """Replaces the lines between two marks of a page.
+
+    Raises:
+        OSError: If the page cannot be read or written.
+        ValueError: If it has no such marks.
+    """
+    try:
+        text = between_marks(page.read_text(encoding="utf-8"), name, lines)
+    except ValueError as error:
+        raise ValueError(f"{page}: {error}") from None
+    page.write_text(text, encoding="utf-8")
+
+
+def between_marks(text: str, name: str, lines: Iterable[str]) -> str:
+    """The text with other lines between two marks.
+
+    Raises:
+        ValueError: If a mark is missing.
+    """
+    begin, end = _marks(name)
+    before, found, rest = text.partition(begin)
+    _, ended, after = rest.partition(end)
+    if not (found and ended):
+        raise ValueError(f"needs a line {begin} and a later one {end}")
+    return "\n".join([before + begin, *lines, end + after])
+
+
+def summary_lines(outcomes: Mapping[str, tuple[Study, StudyResult] | str]) -> Iterator[str]:
+    """The summary table."""
+    yield from _head(
+        (
+            "study",
+            "document",
+            "figures",
+            f"predicted, within {TOLERANCE:.0%}",
+            "exact",
+            "fitted",
+            "claims hold",
+        )
+    )
+    for name, outcome in outcomes.items():
+        if isinstance(outcome, str):
+            yield _row((name, f"**failed**: {outcome}", *[""] * 5))
+        else:
+            yield _row(summary_row(*outcome))
+
+
+def summary_row(study: Study, result: StudyResult) -> Sequence[str]:
+    """Cells of a study: its numbers of figures, and how many of them agree."""
+    compared = {basis: [each for each in result.comparisons if each.basis is basis] for basis in Basis}
+    predicted = compared[Basis.PREDICTED]
+    share = f" ({_agreeing(predicted) / len(predicted):.0%})" if predicted else ""
+    return (
+        f"[{study.name}]({_FOLDER}/{study.name}.md): {study.title}",
+        study.document,
+        str(len(result.comparisons)),
+        f"{_of(predicted)}{share}",
+        _of(compared[Basis.EXACT]),
+        _of(compared[Basis.FITTED]),
+        f"{sum(claim.holds for claim in result.claims)} of {len(result.claims)}",
+    )
+
+
+def result_lines(result: StudyResult) -> Iterator[str]:
+    """Markdown tables of everything that a study found, but for its pictures."""
+    if result.comparisons:
+        yield from ("", *_table(COMPARISON_HEAD, map(comparison_row, result.comparisons)))
+    if result.claims:
+        yield from ("", *_table(CLAIM_HEAD, map(claim_row, result.claims)))
+    for table in result.tables:
+        yield from ("", f"{table.title}, *simulated*:", "", *_table(table.columns, table.rows))
+    yield ""
+
+
+COMPARISON_HEAD = ("figure", "source", "document", "*simulated*", "residual", "basis", "verdict", "reason")
+CLAIM_HEAD = ("claim", "source", "came out, *simulated*", "verdict", "reason")
+
+
+def comparison_row(each: Comparison) -> Sequence[str]:
+    """Cells of a comparison, for COMPARISON_HEAD."""
+    return (
+        each.what,
+        each.source,
+        format_figure(each.document, each.unit),
+        format_figure(each.simulated, each.unit),
+        f"{each.residual:+.1%}",
+        each.basis.value,
+        AGREES if each.agrees else DIFFERS,
+        each.reason,
+    )
+
+
+def claim_row(each: Claim) -> Sequence[str]:
+    """Cells of a claim, for CLAIM_HEAD."""
+    return (each.what, each.source, each.found, HOLDS if each.holds else FAILS, each.reason)
+
+
+def format_figure(value: float, unit: str) -> str:
+    """A figure with four digits."""
+    return f"{value:.4g} {unit}".rstrip()
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    yield from _head(columns)
+    yield from map(_row, rows)
+
+
+def _head(columns: Sequence[str]) -> Iterator[str]:
+    yield _row(columns)
+    yield "|" + "---|" * len(columns)
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells) + " |"
+
+
+def _of(compared: Sequence[Comparison]) -> str:
+    return f"{_agreeing(compared)} of {len(compared)}"
+
+
+def _agreeing(compared: Sequence[Comparison]) -> int:
+    return sum(each.agrees for each in compared)
+
+
+def _picture_lines(stems: Mapping[str, Path]) -> Iterator[str]:
+    for name, stem in stems.items():
+        yield from (f"![{name}]({_PICTURES}/{stem.name}.png)", "")
+
+
+def _marks(name: str) -> tuple[str, str]:
+    return f"<!-- {name} -->", f"<!-- end of {name} -->"
+
+
+def _new_page(study: Study) -> str:
+    return f"# {study.title}\n\n{study.document}, simulated by `coarse simulate {study.name}`.\n"
+
+
+def _with_place(text: str) -> str:
+    """The page with a section of results, if it has no mark of one."""
+    begin, end = _marks(RESULTS)
+    if begin in text or end in text:
+        return text
+    return f"{text.rstrip()}\n\n## Results\n\n{begin}\n{end}\n"

@@ -1,0 +1,195 @@
+"""`coarse simulate NAME` and `--all`: what a study found, on the terminal, as JSON and in its page."""
+
+from __future__ import annotations
+
+import json
+import sys
+from types import ModuleType
+
+import pytest
+from matplotlib.figure import Figure
+
+from coarse.cli.main import main
+from coarse.simulator.studies import catalogue
+from coarse.simulator.studies.study import Basis, Claim, Comparison, StateTable, Study, StudyResult
+
+
+def simulate(*arguments):
+    return main(["simulate", *arguments])
+
+
+def compared(what, document, simulated, basis=Basis.PREDICTED, reason=""):
+    return Comparison(
+        what=what,
+        document=document,
+        simulated=simulated,
+        unit="ms",
+        source="Table 1",
+        basis=basis,
+        reason=reason,
+    )
+
+
+COMPARISONS = (
+    compared("2 rooms", 10.0, 11.0),
+    compared("4 rooms | halls", 10.0, 14.0, reason="doors"),
+    compared("1 room", 10.0, 10.0, Basis.FITTED),
+    compared("doors", 3.0, 3.0, Basis.EXACT),
+)
+CLAIMS = (
+    Claim(what="grows with rooms", source="Figure 2", holds=True, found="1.4 times"),
+    Claim(what="halls are free", source="Figure 3", holds=False, found="2 ms", reason="doors"),
+)
+STEPS = StateTable(title="a door opens", columns=("step", "door"), rows=(("1", "shut"), ("2", "open")))
+
+
+def measured_rooms(progress):
+    progress("counts rooms")
+    figure = Figure()
+    figure.subplots().plot([1, 2], [1, 2])
+    return StudyResult(comparisons=COMPARISONS, claims=CLAIMS, tables=(STEPS,), pictures={"rooms": figure})
+
+
+def study(name, run=measured_rooms):
+    return Study(name=name, title=f"Title of {name}", document="Doe, Rooms, 1999", run=run)
+
+
+def broken(progress):
+    raise RuntimeError("no door")
+
+
+def interrupted(progress):
+    progress("walks")
+    raise KeyboardInterrupt
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    """Makes studies the only ones that there are."""
+
+    def register(*studies):
+        for each in studies:
+            module = ModuleType(f"coarse.simulator.studies.of_test_{each.name}")
+            module.STUDY = each
+            monkeypatch.setitem(sys.modules, module.__name__, module)
+        monkeypatch.setattr(catalogue, "_MODULES", {each.name: f"of_test_{each.name}" for each in studies})
+        monkeypatch.setattr(catalogue, "NAMES", tuple(each.name for each in studies))
+
+    return register
+
+
+@pytest.fixture
+def docs(tmp_path):
+    (tmp_path / "simulator.md").write_text("before\n<!-- studies -->\nstale\n<!-- end of studies -->\nafter\n")
+    return tmp_path
+
+
+def test_prints_figures_claims_and_tables_with_verdicts(registered, capsys):
+    registered(study("rooms"))
+    assert simulate("rooms") == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "Title of rooms: Doe, Rooms, 1999; 3 of 4 figures agree, 1 of 2 claims hold" in out
+    assert "2 rooms Table 1 10 ms 11 ms +10.0% predicted agrees" in out
+    assert "4 rooms | halls Table 1 10 ms 14 ms +40.0% predicted differs doors" in out
+    assert "halls are free Figure 3 2 ms does not hold doors" in out
+    assert "a door opens, simulated" in out
+
+
+def test_json_has_every_figure_and_verdict(registered, capsys):
+    registered(study("rooms"))
+    assert simulate("rooms", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["kind"], found["study"], found["document"]) == ("simulated", "rooms", "Doe, Rooms, 1999")
+    assert [(each["basis"], each["agrees"]) for each in found["comparisons"]] == [
+        ("predicted", True),
+        ("predicted", False),
+        ("fitted", True),
+        ("exact", True),
+    ]
+    assert [each["holds"] for each in found["claims"]] == [True, False]
+    assert found["tables"] == [
+        {"title": "a door opens", "columns": ["step", "door"], "rows": [["1", "shut"], ["2", "open"]]}
+    ]
+
+
+def test_a_trace_is_printed_alone(registered, capsys):
+    registered(
+        Study(name="doors", title="Doors", document="Doe", run=broken, traces={"fig-1": lambda: STEPS})
+    )
+    assert simulate("doors", "--trace", "fig-1") == 0
+    assert "2 open" in " ".join(capsys.readouterr().out.split())
+    assert simulate("doors", "--trace", "fig-1", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["rows"] == [["1", "shut"], ["2", "open"]]
+    assert simulate("--list") == 0
+    assert "doors Doors Doe fig-1" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["room"], "there is no study 'room'; the studies are rooms"),
+        (["rooms", "--trace", "fig-9"], "rooms has no trace 'fig-9'; its traces: none"),
+        (["--trace", "fig-9", "--list"], "--trace needs the NAME of a study"),
+        ([], "give one of NAME, --machine, --list, --all"),
+        (["rooms", "--machine", "aws-p3"], "not NAME and --machine"),
+        (["--all", "--docs", "nowhere"], "nowhere holds no simulator.md; start in a clone"),
+    ],
+)
+def test_wrong_questions_get_one_line(arguments, message, registered, capsys):
+    registered(study("rooms"))
+    assert simulate(*arguments) == 2
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error.startswith("coarse simulate: ")
+    assert message in error
+
+
+def test_all_writes_pages_pictures_and_the_summary(registered, docs):
+    registered(study("rooms"), study("halls"))
+    page = docs / "simulator" / "rooms.md"
+    page.parent.mkdir()
+    page.write_text("# Rooms\n\nprose\n<!-- results -->\nstale\n<!-- end of results -->\nmore prose\n")
+    assert simulate("--all", "--docs", str(docs)) == 0
+    text = page.read_text()
+    assert text.startswith("# Rooms\n\nprose\n<!-- results -->\n")
+    assert text.endswith("<!-- end of results -->\nmore prose\n")
+    assert "stale" not in text
+    assert (
+        "| 4 rooms \\| halls | Table 1 | 10 ms | 14 ms | +40.0% | predicted | **differs** | doors |" in text
+    )
+    assert "| 2 | open |" in text
+    assert "![rooms](pictures/rooms-rooms.png)" in text
+    assert (docs / "simulator" / "pictures" / "rooms-rooms.png").stat().st_size > 1000
+    assert (docs / "simulator" / "halls.md").read_text().startswith("# Title of halls\n\nDoe, Rooms, 1999")
+    index = (docs / "simulator.md").read_text()
+    row = "Doe, Rooms, 1999 | 4 | 1 of 2 (50%) | 1 of 1 | 1 of 1 | 1 of 2 |"
+    assert f"| [rooms](simulator/rooms.md): Title of rooms | {row}" in index
+    assert index.startswith("before\n<!-- studies -->\n| study |")
+    assert index.endswith("<!-- end of studies -->\nafter\n")
+
+
+def test_all_again_changes_nothing(registered, docs):
+    registered(study("rooms"))
+    simulate("--all", "--docs", str(docs))
+    before = {path: path.read_bytes() for path in docs.rglob("*") if path.is_file()}
+    simulate("--all", "--docs", str(docs))
+    assert {path: path.read_bytes() for path in docs.rglob("*") if path.is_file()} == before
+    assert len(before) == 4
+
+
+def test_a_failed_study_does_not_stop_the_others(registered, docs, capsys):
+    registered(study("doors", broken), study("rooms"))
+    assert simulate("--all", "--docs", str(docs)) == 1
+    assert "doors (1 of 2) failed: RuntimeError: no door" in capsys.readouterr().err
+    assert "| doors | **failed**: RuntimeError: no door |" in (docs / "simulator.md").read_text()
+    assert (docs / "simulator" / "rooms.md").exists()
+    assert not (docs / "simulator" / "doors.md").exists()
+
+
+def test_an_interrupt_says_how_far_it_came_and_keeps_written_pages(registered, docs, capsys):
+    registered(study("rooms"), study("walk", interrupted))
+    assert simulate("--all", "--docs", str(docs)) == 130
+    out, err = capsys.readouterr()
+    assert "rooms (1 of 2): 3 of 4 figures agree, 1 of 2 claims hold" in out
+    assert "interrupted in walk (2 of 2): walks" in err
+    assert "1 of 2 studies are written" in err
+    assert (docs / "simulator" / "rooms.md").exists()
