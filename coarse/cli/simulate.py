@@ -11,13 +11,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from coarse.cli import disturbances
 from coarse.cli.plan import format_size, print_table
 
 if TYPE_CHECKING:  # slow to import; `coarse --help` must not load these
     from rich.progress import Progress, TaskID
 
+    from coarse.simulator.disturbances import Jitter
+    from coarse.simulator.jittered import StepTimes
     from coarse.simulator.setup import Setup
     from coarse.simulator.training_step import StepResult
+
+    _Answer = tuple[StepResult, StepTimes | None, disturbances.Goodputs]
 
 _EXIT_USAGE = 2
 _SHOWN_LINKS = 3
@@ -36,6 +41,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     _add_studies(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     _add_step(parser.add_argument_group("a training step"))
+    disturbances.add_options(parser)
     parser.set_defaults(handler=run, extra="plot")
 
 
@@ -142,21 +148,22 @@ def _run_step(arguments: argparse.Namespace) -> int:
     from coarse.simulator.schemes.catalogue import SCHEMES
     from coarse.simulator.validated import outside_validated_range
 
-    results: list[StepResult] = []
+    answers: list[_Answer] = []
     try:
         takes_all = arguments.scheme == "all"
         schemes = tuple(SCHEMES) if takes_all else tuple(arguments.scheme.split(","))
-        setup = _setup(arguments)
+        setup, jitter = _setup(arguments), disturbances.jitter(arguments)
         for warning in outside_validated_range(setup, schemes):
             print(f"outside of the validated range: {warning}", file=sys.stderr)
-        _simulate(setup, schemes, results, may_leave_out=takes_all)
+        for result, times in _simulate(setup, schemes, jitter, may_leave_out=takes_all):
+            answers.append((result, times, disturbances.goodputs(arguments, result)))
     except ValueError as error:
         print(f"coarse simulate: {error}", file=sys.stderr)
         return _EXIT_USAGE
     except KeyboardInterrupt:
-        _publish(arguments, setup, results)
+        _publish(arguments, setup, answers)
         raise
-    _publish(arguments, setup, results)
+    _publish(arguments, setup, answers)
     return 0
 
 
@@ -179,24 +186,28 @@ def _setup(arguments: argparse.Namespace) -> Setup:
         oversubscription=arguments.oversubscription,
         sync_cores=SyncCores(num_cores=cores, gbytes_per_s=DEFAULT_RATES) if cores else None,
         host_overhead_us=arguments.host_overhead_us,
+        disturbances=disturbances.disturbances(arguments),
     )
 
 
 def _simulate(
-    setup: Setup, schemes: Sequence[str], results: list[StepResult], *, may_leave_out: bool
-) -> None:
-    """Adds the result of each scheme to `results`; says on an interrupt how far it came.
+    setup: Setup, schemes: Sequence[str], jitter: Jitter | None, *, may_leave_out: bool
+) -> Iterator[tuple[StepResult, StepTimes | None]]:
+    """Yields the result of each scheme, and its times with jitter; says on an interrupt how far it came.
 
     Raises:
         ValueError: If a scheme does not fit the machine, unless it may be left out.
     """
+    from coarse.simulator.jittered import simulate_jittered
     from coarse.simulator.training_step import simulate_step
 
     with _progress_bar() as bar:
         for number, scheme in enumerate(schemes, 1):
             shown = SchemeProgress(bar, f"{scheme} ({number} of {len(schemes)})")
             try:
-                results.append(simulate_step(setup, scheme, shown.update))
+                result = simulate_step(setup, scheme, shown.update)
+                times = None if jitter is None else simulate_jittered(setup, scheme, jitter, shown.update)
+                yield result, times
             except KeyboardInterrupt:
                 bar.stop()
                 print(f"coarse simulate: interrupted in {shown}", file=sys.stderr)
@@ -250,13 +261,25 @@ class SchemeProgress:
 # ---- output ----
 
 
-def _publish(arguments: argparse.Namespace, setup: Setup, results: Sequence[StepResult]) -> None:
+def _publish(arguments: argparse.Namespace, setup: Setup, answers: Sequence[_Answer]) -> None:
     if arguments.json:
-        print(
-            json.dumps([{**result.as_json(), "compute": setup.trace.source} for result in results], indent=1)
-        )
-    elif results:
-        _print_results(setup, results)
+        records = [
+            {**result.as_json(), "compute": setup.trace.source, **disturbances.as_json(times, goodputs)}
+            for result, times, goodputs in answers
+        ]
+        print(json.dumps(records, indent=1))
+    elif answers:
+        _print_answers(arguments, setup, answers)
+
+
+def _print_answers(arguments: argparse.Namespace, setup: Setup, answers: Sequence[_Answer]) -> None:
+    results = [result for result, _, _ in answers]
+    _print_results(setup, results)
+    jitter = disturbances.jitter(arguments)
+    if jitter is not None:
+        disturbances.print_jitter(jitter, [times for _, times, _ in answers if times], results)
+    if arguments.failures:
+        disturbances.print_goodputs({result.scheme: goodputs for result, _, goodputs in answers})
 
 
 def _print_results(setup: Setup, results: Sequence[StepResult]) -> None:

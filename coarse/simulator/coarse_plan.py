@@ -29,7 +29,7 @@ class Shard:
     Args:
         nbytes: Its bytes.
         dtype: Its dtype.
-        ready_s: When its gradient is ready, in seconds of the step.
+        ready_s: When an undisturbed worker has its gradient ready, in seconds of the step.
         proxies: The endpoint of the memory device to which each worker pushes it, by worker; all workers.
     """
 

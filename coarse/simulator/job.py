@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from coarse.bench.replay.trace import ComputeTrace
+from coarse.simulator.disturbances import UNDISTURBED, Disturbances
 from coarse.simulator.network import Network
 
 _BYTES_PER_S = 1e9  # for one GB/s
@@ -48,14 +49,15 @@ class Job:
 
     Args:
         network: Workers, memory devices and links.
-        trace: Computation of a worker, the same for all.
+        trace: Computation of an undisturbed worker, the same for all.
         sync_cores: Cores of each memory device; None if reductions never limit the speed, as in the emulator.
         host_overhead_us: The host's time for each message that a worker or memory device sends.
         bucket_bytes: Least size of the buckets in which all-reduce and sharding take gradients, as torch DDP's.
         num_states: Optimizer states of the size of the parameters; 2 for Adam.
+        disturbances: Slow workers and links.
 
     Raises:
-        ValueError: If a number is negative, or the buckets are empty.
+        ValueError: If a number is negative, the buckets are empty, or a slow worker does not exist.
     """
 
     network: Network
@@ -64,10 +66,12 @@ class Job:
     host_overhead_us: float = 0.0
     bucket_bytes: int = 25 << 20
     num_states: int = field(default=2)
+    disturbances: Disturbances = UNDISTURBED
 
     def __post_init__(self) -> None:
         if self.host_overhead_us < 0 or self.bucket_bytes < 1 or self.num_states < 0:
             raise ValueError(f"overhead and states start at 0, bytes of a bucket at 1: {self}")
+        self.disturbances.slowest(self.network.num_workers)
 
     @property
     def compute_s(self) -> float:
@@ -75,18 +79,23 @@ class Job:
         return self.trace.forward_s + self.trace.backward_s
 
     @property
+    def slowest(self) -> float:
+        """How many times longer the slowest worker computes than an undisturbed one."""
+        return self.disturbances.slowest(self.network.num_workers)
+
+    @property
     def overhead_s(self) -> float:
         """Seconds of the host for one message."""
         return self.host_overhead_us * 1e-6
 
     def ready_s(self, tensor: int) -> float:
-        """When a gradient is ready, in seconds of the step."""
+        """When an undisturbed worker has a gradient ready, in seconds of the step."""
         return self.trace.forward_s + self.trace.events[tensor].ready * self.trace.backward_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientBucket:
-    """Gradients that are synchronised together: their bytes, and when the last of them is ready."""
+    """Gradients that are synchronised together: their bytes, and when an undisturbed worker has all of them ready."""
 
     nbytes: int
     ready_s: float

@@ -10,6 +10,7 @@ from coarse.machine.cci import LoadStore, dense_links
 from coarse.machine.partition_table import PartitionTable
 from coarse.machine.wiring import link_table
 from coarse.simulator.dense import DenseMachine
+from coarse.simulator.disturbances import UNDISTURBED, Disturbances
 from coarse.simulator.generated import KINDS, GeneratedMachine
 from coarse.simulator.job import Job, SyncCores
 from coarse.simulator.network import LinkNetwork, Network
@@ -28,8 +29,8 @@ class Setup:
         num_workers: Number of workers.
         workers_per_device: Workers of each memory device.
         oversubscription, workers_per_switch: Of generated machines.
-        is_folded: Whether equal endpoints of a generated machine are folded.
-        sync_cores, host_overhead_us: As in Job.
+        is_folded: Whether equal endpoints of a generated machine are folded, if none is disturbed.
+        sync_cores, host_overhead_us, disturbances: As in Job.
 
     Raises:
         ValueError: If memory devices cannot have equal numbers of workers.
@@ -44,6 +45,7 @@ class Setup:
     is_folded: bool = True
     sync_cores: SyncCores | None = None
     host_overhead_us: float = 0.0
+    disturbances: Disturbances = UNDISTURBED
 
     def __post_init__(self) -> None:
         if min(self.num_workers, self.workers_per_device) < 1 or self.num_workers % self.workers_per_device:
@@ -67,6 +69,7 @@ class Setup:
             trace=self.trace,
             sync_cores=self.sync_cores,
             host_overhead_us=self.host_overhead_us,
+            disturbances=self.disturbances,
         )
 
     def _generated(self, dense: LoadStore | None) -> Network:
@@ -77,7 +80,7 @@ class Setup:
             workers_per_switch=self.workers_per_switch,
             oversubscription=self.oversubscription,
             has_one_device=dense is not None,
-            is_folded=self.is_folded,
+            is_folded=self.is_folded and not self.disturbances,
         )
         return machine if dense is None else DenseMachine(base=machine, access=dense)
 

@@ -38,8 +38,9 @@ class StepResult:
         machine: The machine's name.
         num_workers, num_devices: Endpoints.
         model: The model's name.
+        model_bytes: Bytes of its gradients, and of its parameters.
         step_s: Time of the step.
-        compute_s: Time of its computation.
+        compute_s: Time in which an undisturbed worker computes it.
         links: Load of each link.
         memory: Memory of a worker and of a memory device.
         decisions: What planners decided.
@@ -51,6 +52,7 @@ class StepResult:
     num_workers: int
     num_devices: int
     model: str
+    model_bytes: int
     step_s: float
     compute_s: float
     links: Mapping[str, LinkLoad]
@@ -60,7 +62,7 @@ class StepResult:
 
     @property
     def blocked_s(self) -> float:
-        """Time of the step without computation."""
+        """Time of the step without the computation of an undisturbed worker."""
         return self.step_s - self.compute_s
 
     @property
@@ -94,18 +96,16 @@ def simulate_step(setup: Setup, scheme: str, progress: Progress | None = None) -
     """Simulates one step under a scheme.
 
     Raises:
-        ValueError: If the scheme is unknown, or does not fit the machine.
+        ValueError: If the scheme is unknown, does not fit the machine, or a slow worker or link does not exist.
     """
     if scheme not in SCHEMES:
         raise ValueError(f"no scheme {scheme!r}; known: {', '.join(SCHEMES)}")
     step = SCHEMES[scheme].build(setup)
     network = step.network
-    capacities = network.capacities
-    outcome = simulate(
-        step.tasks, {**capacities, **step.extra_capacities}, channels=step.channels, progress=progress
-    )
+    capacities = setup.disturbances.slowed({**network.capacities, **step.extra_capacities})
+    outcome = simulate(step.tasks, capacities, channels=step.channels, progress=progress)
     compute_s = setup.trace.forward_s + setup.trace.backward_s
-    step_s = max(compute_s, outcome.end_s)
+    step_s = max(compute_s * setup.disturbances.slowest(network.num_workers), outcome.end_s)
     sizes = network.orbit_sizes
     return StepResult(
         scheme=scheme,
@@ -113,12 +113,13 @@ def simulate_step(setup: Setup, scheme: str, progress: Progress | None = None) -
         num_workers=network.num_workers,
         num_devices=network.num_devices,
         model=setup.trace.model,
+        model_bytes=setup.trace.nbytes,
         step_s=step_s,
         compute_s=compute_s,
         links={
             name: LinkLoad(nbytes=nbytes, busy=nbytes / capacities[name] / step_s, copies=sizes[name])
             for name, nbytes in outcome.bucket_bytes.items()
-            if name in capacities and nbytes
+            if name in sizes and nbytes
         },
         memory=step.memory,
         decisions=step.decisions,

@@ -27,6 +27,8 @@ def outside_validated_range(setup: Setup, schemes: Iterable[str]) -> Iterator[st
     unknown = sorted(_links_of(setup) - _validated_links())
     if unknown:
         yield f"no step over links of this kind was validated: {', '.join(unknown)}"
+    if setup.disturbances:
+        yield "no step with stragglers or slow links was validated"
     others = [scheme for scheme in schemes if scheme not in SCHEMES]
     if others:
         yield f"not validated: {', '.join(others)} (validated: {', '.join(SCHEMES)})"

@@ -61,6 +61,12 @@ def test_questions_outside_of_the_validated_range_are_named_first(capsys):
         (["--machine", "aws-p4"], "no machine is named 'aws-p4'"),
         (["--machine", "cxl3-x8", "--workers", "200"], "machine files have at most 256 endpoints"),
         (["--host-overhead-us", "-1"], "overhead and states start at 0"),
+        (["--straggler", "4=2"], "there is no worker 4 among 4"),
+        (["--slow-link", "pcie=2"], "there is no link 'pcie'"),
+        (["--slow-link", "x=0"], "x cannot be 0 times slower"),
+        (["--jitter", "-1"], "jitter and seed start at 0"),
+        (["--failures", "0"], "0 hours between failures"),
+        (["--failures", "9", "--restart-s", "-1"], "times of a recovery are finite and start at 0"),
     ],
 )
 def test_wrong_questions_get_one_line(arguments, message, capsys):
@@ -68,6 +74,38 @@ def test_wrong_questions_get_one_line(arguments, message, capsys):
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("coarse simulate: ")
     assert message in error
+
+
+def test_disturbed_steps_and_goodput_are_printed(capsys):
+    question = ("--machine", "aws-p3", "--model", "bert-base", "--scheme", "offload,allreduce")
+    disturbed = ("--straggler", "1=2", "--jitter", "0.1", "--steps", "3", "--failures", "100,1000")
+    assert simulate(*question, *disturbed) == 0
+    out, err = capsys.readouterr()
+    assert "no step with stragglers or slow links was validated" in err
+    assert "3 steps with jitter of 10% (seed 0), simulated" in out
+    assert "Goodput with failures, simulated" in out
+    rows = [line.split()[:2] for line in out.splitlines() if re.match(r" +10+ +(offload|allreduce) ", line)]
+    assert (
+        rows
+        == [["1000", "offload"]] * 2
+        + [["1000", "allreduce"]] * 2
+        + [["100", "offload"]] * 2
+        + [["100", "allreduce"]] * 2
+    )
+
+
+def test_json_of_disturbed_steps_is_the_same_for_the_same_seed(capsys):
+    def records(seed):
+        question = ("--machine", "aws-p3", "--model", "bert-base", "--scheme", "offload", "--json")
+        simulate(*question, "--jitter", "0.1", "--steps", "2", "--failures", "1", "--seed", seed)
+        return json.loads(capsys.readouterr().out)
+
+    (record,) = records("1")
+    assert len(record["jitter"]["steps_s"]) == 2
+    assert [each["recovery"] for each in record["goodput"]] == ["memory", "memory, replicas"]
+    assert record["goodput"][1]["checkpoint_every_s"] is None
+    assert records("1") == [record]
+    assert records("2") != [record]
 
 
 def test_an_interrupt_says_how_far_it_came_and_keeps_finished_schemes(monkeypatch, capsys):

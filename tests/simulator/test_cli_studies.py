@@ -80,7 +80,9 @@ def registered(monkeypatch):
 
 @pytest.fixture
 def docs(tmp_path):
-    (tmp_path / "simulator.md").write_text("before\n<!-- studies -->\nstale\n<!-- end of studies -->\nafter\n")
+    (tmp_path / "simulator.md").write_text(
+        "before\n<!-- studies -->\nstale\n<!-- end of studies -->\nafter\n"
+    )
     return tmp_path
 
 

@@ -73,7 +73,7 @@ def _tasks(number: int, bucket: GradientBucket, stages: Sequence[Collective], jo
         Task(
             name=f"bucket {number} stage {stage}",
             after=(f"bucket {number} stage {stage - 1}",) if stage else (),
-            ready_s=bucket.ready_s,
+            ready_s=bucket.ready_s * job.slowest,
             queue=f"collectives {stage}" if len(stages) > 1 else "collectives",
             order=number,
             overhead_s=each.latency_s + each.num_messages * job.overhead_s,

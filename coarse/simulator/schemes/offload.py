@@ -75,7 +75,7 @@ class _OffloadStep:
         way: Collective = self._collective(self._own[number])
         yield Task(
             name=f"direct all-reduce {number}",
-            ready_s=shard.ready_s,
+            ready_s=shard.ready_s * self._job.slowest,
             queue="direct all-reduce",
             order=number,
             overhead_s=way.num_messages * self._job.overhead_s,
@@ -99,7 +99,7 @@ class _OffloadStep:
         usage, latency_s = self._path(worker, shard.proxies[worker])
         return Task(
             name=f"push {number} w{worker}",
-            ready_s=shard.ready_s,
+            ready_s=shard.ready_s * self._job.disturbances.compute_factor(worker),
             queue=f"push w{worker} > {shard.proxies[worker]}",
             order=number,
             overhead_s=self._job.overhead_s,

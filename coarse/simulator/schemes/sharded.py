@@ -46,7 +46,7 @@ def _served(
     pushes = [
         Task(
             name=f"push {number} w{worker}",
-            ready_s=bucket.ready_s,
+            ready_s=bucket.ready_s * job.disturbances.compute_factor(worker),
             queue=f"push w{worker}",
             order=number,
             overhead_s=overhead_s,
@@ -111,7 +111,7 @@ def _fsdp_tasks(job: Job) -> Iterator[Task]:
             name=f"{phase} {unit}",
             after=(f"gather {phase} {unit}", *before[-1:]),
             order=place,
-            overhead_s=seconds,
+            overhead_s=seconds * job.slowest,
         )
         if phase == _BACKWARD:
             yield _collective(job, f"scatter {unit}", way, nbytes, place, (f"{phase} {unit}",))
