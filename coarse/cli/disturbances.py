@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from coarse.cli.plan import print_table
+from coarse.cli.tables import print_table
 
 if TYPE_CHECKING:  # slow to import; `coarse --help` must not load these
     from coarse.simulator.disturbances import Disturbances, Jitter

@@ -5,17 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coarse.cli.arguments import file_to_write
+from coarse.cli.tables import format_size, print_table
 from coarse.machine.wiring import link_table
 from coarse.settings import Settings
 
 if TYPE_CHECKING:  # slow to import; `coarse --help` must not load these
     from coarse.bench.replay.trace import ComputeTrace
+    from coarse.cli.what_if import Here
     from coarse.machine.partition_table import PartitionTable
     from coarse.machine.profile import Machine
     from coarse.profiler.curve import Curve
@@ -27,7 +29,6 @@ if TYPE_CHECKING:  # slow to import; `coarse --help` must not load these
     from coarse.profiler.shard_size import ShardSize
 
 _EXIT_FAILED, _EXIT_USAGE = 1, 2
-_TABLE_WIDTH = 150
 _CACHED = "cached"
 _MODELS = (
     *("bert-large", "bert-base", "bert-small", "gpt2-medium"),
@@ -85,14 +86,23 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--tflops",
         type=float,
         metavar="X",
-        help="speed of a worker, in 1e12 operations a second; default: half of the peak of --machine's GPU, or "
-        "the recorded times of the model",
+        help="speed of a worker, in 1e12 operations a second (with --what-if: of a worker there); default: half of "
+        "the peak of the machine's GPU, or the recorded times of the model",
     )
     parser.add_argument(
         "--dual-sync", default="auto", metavar="MODE", help='"off", "auto" or a size such as 64MiB'
     )
     parser.add_argument(
         "--show-routing", action="store_true", help="also show the times behind each worker's table"
+    )
+    parser.add_argument(
+        "--what-if",
+        metavar="MACHINE",
+        help="instead of a plan: a step of --model on MACHINE (as for `coarse simulate`), simulated, with its "
+        "uncertainty, beside this machine's",
+    )
+    parser.add_argument(
+        "--workers", type=int, metavar="N", help="workers on MACHINE of --what-if; default: as many as here"
     )
     parser.add_argument("--json", type=file_to_write, metavar="FILE", help="write the plan to FILE")
     parser.set_defaults(handler=run)
@@ -108,6 +118,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     try:
         mode = parse_mode(arguments.dual_sync)
+        if arguments.what_if is not None:
+            return _run_what_if(arguments, mode)
+        if arguments.workers is not None:
+            raise ValueError("--workers needs --what-if")
         basis = plan_machine(arguments.machine, arguments.partition_table) if arguments.machine else None
         if basis is None and arguments.partition_table:
             raise ValueError("--partition-table needs --machine: a profile has its own")
@@ -118,15 +132,66 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"coarse plan: {error}", file=sys.stderr)
         return _EXIT_USAGE
     _print_plan(basis, trace, split, show_times=arguments.show_routing)
-    if arguments.json is None:
+    return _write_json(arguments.json, plan_as_json(basis, trace, split))
+
+
+def _write_json(path: Path | None, document: Mapping[str, Any]) -> int:
+    """Writes a document, if there is a path; returns the exit code."""
+    if path is None:
         return 0
     try:
-        text = json.dumps(plan_as_json(basis, trace, split), indent=1)
-        arguments.json.write_text(text + "\n", encoding="utf-8")
+        path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
-        print(f"coarse plan: --json {arguments.json}: {error.strerror}", file=sys.stderr)
+        print(f"coarse plan: --json {path}: {error.strerror}", file=sys.stderr)
         return _EXIT_FAILED
     return 0
+
+
+def _run_what_if(arguments: argparse.Namespace, mode: str | int) -> int:
+    """Answers --what-if.
+
+    Raises:
+        ProfileError: If the named profile cannot be used.
+        ValueError: If the question is incomplete or impossible.
+    """
+    from coarse.cli.what_if import answer, answer_as_json, print_answer
+
+    if arguments.model is None:
+        raise ValueError(f"--what-if needs --model: {', '.join(_MODELS)}")
+    here = _here(arguments, mode)
+    num_workers = here.num_workers if here is not None and arguments.workers is None else arguments.workers
+    if num_workers is None:
+        raise ValueError("no profile of this machine is cached, so --what-if needs --workers")
+    found = answer(arguments.what_if, num_workers, arguments.model, arguments.tflops, here)
+    print_answer(found)
+    return _write_json(arguments.json, answer_as_json(found))
+
+
+def _here(arguments: argparse.Namespace, mode: str | int) -> Here | None:
+    """The user's machine, from a profile or --machine; None if no profile is cached."""
+    from coarse.cli.what_if import Here
+    from coarse.errors import ProfileError
+
+    try:
+        basis = (
+            plan_machine(arguments.machine, arguments.partition_table)
+            if arguments.machine
+            else plan_profile(arguments.profile)
+        )
+    except ProfileError:
+        if arguments.profile != _CACHED:
+            raise
+        return None
+    trace = _trace(arguments.model, None, arguments.machine)
+    assert trace is not None
+    key = basis.profile.key
+    return Here(
+        machine=key.machine,
+        num_workers=key.num_workers,
+        kind=basis.profile.kind,
+        step_s=plan_model(basis, trace, mode).predicted_s,
+        trace=trace,
+    )
 
 
 def plan_profile(name: str) -> Basis:
@@ -420,28 +485,5 @@ def _print_split(trace: ComputeTrace, split: DualSyncPlan, num_shards: int) -> N
     print_table(f"Dual synchronisation of {trace.model}", ("what", "value", "why"), rows)
 
 
-def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Prints a table; lines longer than the terminal are not truncated."""
-    from rich import box
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*(escape(cell) for cell in row))
-    Console(width=_TABLE_WIDTH, highlight=False).print(table)
-
-
 def _threshold(table: RoutingTable) -> str:
     return str(table.threshold_bytes) if table.lat_proxy != table.bw_proxy else "all"
-
-
-def format_size(nbytes: int) -> str:
-    """A size in a binary unit, in four digits."""
-    for unit, bits in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if nbytes >= 1 << bits:
-            return f"{nbytes / (1 << bits):.4g} {unit}"
-    return f"{nbytes} B"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from coarse.cli import disturbances
-from coarse.cli.plan import format_size, print_table
+from coarse.cli.tables import format_size, print_table
 
 if TYPE_CHECKING:  # slow to import; `coarse --help` must not load these
     from rich.progress import Progress, TaskID

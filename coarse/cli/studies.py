@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coarse.cli.plan import print_table
+from coarse.cli.tables import print_table
 from coarse.simulator.studies import catalogue
 
 if TYPE_CHECKING:  # slow to import; `coarse --help` must not load these

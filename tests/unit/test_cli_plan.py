@@ -182,3 +182,67 @@ def test_processes_with_other_hashes_plan_the_same(tmp_path):
         subprocess.run(command, check=True, timeout=150, env=environment, stdout=subprocess.DEVNULL)
         plans.append(path.read_bytes())
     assert plans[0] == plans[1]
+
+
+def what_if(tmp_path, machine, *arguments):
+    return plan(tmp_path, "--what-if", machine, "--model", "bert-base", *arguments)
+
+
+def test_what_if_answers_in_words_beside_this_machine(tmp_path, capsys):
+    key = key_of(host=host_key(read_host()), versions=current_versions())
+    profile_of(key, local=(5, 4), remote=(10, 8)).save(cache_path(key))
+    document = what_if(tmp_path, "aws-p3")
+    shown = capsys.readouterr().out
+    assert document["here"]["num_workers"] == 2
+    assert "You have 2 workers on host: a step of bert-base takes" in shown
+    assert "as planned from measured links" in shown
+    coarse = document["there"][0]
+    ratio = document["here"]["step_s"] / coarse["step_s"]
+    assert f"On aws-p3 with 2 workers a step takes {coarse['step_s'] * 1e3:.1f} ms" in shown
+    assert f"{ratio:.3g} times your samples per second" in shown
+    assert coarse["samples_per_s"] == pytest.approx(2 * 2 / coarse["step_s"])
+
+
+def test_what_if_says_first_what_was_not_validated(tmp_path, capsys):
+    document = what_if(tmp_path, "cxl-pool", "--workers", "64", "--tflops", "60")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == (
+        "Outside of what was validated: 64 workers are more than 10 times the largest validated number, 4."
+    )
+    assert lines[3] == "So the true step may lie outside of the range below."
+    assert lines[4].startswith("No profile of this machine is cached")
+    assert lines[5].startswith("On cxl-pool with 64 workers a step takes ")
+    assert "the recording's processor" not in "".join(lines)
+    assert len(document["outside_validated_range"]) == 3
+    assert document["here"] is None
+
+
+def test_what_if_has_the_range_of_validated_residuals(tmp_path, capsys):
+    document = what_if(tmp_path, "sdsc-p100", "--workers", "2", "--machine", "aws-p3")
+    assert "You have 4 workers on aws-p3" in capsys.readouterr().out
+    coarse, offload, allreduce = document["there"]
+    assert coarse["low_s"] == pytest.approx(coarse["compute_s"] + coarse["blocked_s"] / (12.8 / 8.9))
+    assert coarse["high_s"] == pytest.approx(coarse["compute_s"] + coarse["blocked_s"] / (19.4 / 20.8))
+    assert (coarse["num_compared"], offload["num_compared"], allreduce["num_compared"]) == (3, 7, 16)
+    assert [each["is_of_scheme"] for each in document["there"]] == [True, True, False]
+
+
+def test_what_if_of_recorded_times_names_the_way_to_others(tmp_path, capsys):
+    what_if(tmp_path, "cxl-switch", "--workers", "4")
+    assert "give the speed of a worker there by --tflops" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--what-if", "aws-p3"], "--what-if needs --model: bert-large"),
+        (["--what-if", "aws-p3", "--model", "bert-base"], "no profile of this machine is cached, so"),
+        (["--what-if", "aws-p9", "--model", "bert-base", "--workers", "2"], "no machine is named 'aws-p9'"),
+        (["--machine", "aws-p3", "--workers", "2"], "--workers needs --what-if"),
+    ],
+)
+def test_impossible_what_ifs_get_one_line(arguments, message, capsys):
+    assert main(["plan", *arguments]) == 2
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error.startswith("coarse plan: ")
+    assert message in error
