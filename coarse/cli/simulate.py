@@ -12,19 +12,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from coarse.cli import disturbances
+from coarse.cli.arguments import file_to_write
 from coarse.cli.tables import format_size, print_table
 
 if TYPE_CHECKING:  # slow to import; `coarse --help` must not load these
     from rich.progress import Progress, TaskID
 
     from coarse.simulator.disturbances import Jitter
+    from coarse.simulator.engine import Outcome
     from coarse.simulator.jittered import StepTimes
+    from coarse.simulator.schemes.step import Step
     from coarse.simulator.setup import Setup
+    from coarse.simulator.timeline import Timeline
     from coarse.simulator.training_step import StepResult
 
     _Answer = tuple[StepResult, StepTimes | None, disturbances.Goodputs]
 
-_EXIT_USAGE = 2
+_EXIT_FAILED, _EXIT_USAGE = 1, 2
 _SHOWN_LINKS = 3
 _UPDATE_EVERY_S = 0.25
 
@@ -102,6 +106,12 @@ def _add_step(parser: argparse._ArgumentGroup) -> None:
         help="sync cores of each memory device, at assumed rates; default: 0, reductions take no time",
     )
     parser.add_argument(
+        "--timeline",
+        type=file_to_write,
+        metavar="FILE",
+        help="write links and sync cores over time as trace events, for ui.perfetto.dev",
+    )
+    parser.add_argument(
         "--host-overhead-us",
         type=float,
         default=0.0,
@@ -149,13 +159,14 @@ def _run_step(arguments: argparse.Namespace) -> int:
     from coarse.simulator.validated import outside_validated_range
 
     answers: list[_Answer] = []
+    timelines: list[Timeline] | None = None if arguments.timeline is None else []
     try:
         takes_all = arguments.scheme == "all"
         schemes = tuple(SCHEMES) if takes_all else tuple(arguments.scheme.split(","))
         setup, jitter = _setup(arguments), disturbances.jitter(arguments)
         for warning in outside_validated_range(setup, schemes):
             print(f"outside of the validated range: {warning}", file=sys.stderr)
-        for result, times in _simulate(setup, schemes, jitter, may_leave_out=takes_all):
+        for result, times in _simulate(setup, schemes, jitter, timelines, may_leave_out=takes_all):
             answers.append((result, times, disturbances.goodputs(arguments, result)))
     except ValueError as error:
         print(f"coarse simulate: {error}", file=sys.stderr)
@@ -164,7 +175,7 @@ def _run_step(arguments: argparse.Namespace) -> int:
         _publish(arguments, setup, answers)
         raise
     _publish(arguments, setup, answers)
-    return 0
+    return 0 if timelines is None else _write_timelines(arguments.timeline, timelines)
 
 
 def _setup(arguments: argparse.Namespace) -> Setup:
@@ -191,21 +202,33 @@ def _setup(arguments: argparse.Namespace) -> Setup:
 
 
 def _simulate(
-    setup: Setup, schemes: Sequence[str], jitter: Jitter | None, *, may_leave_out: bool
+    setup: Setup,
+    schemes: Sequence[str],
+    jitter: Jitter | None,
+    timelines: list[Timeline] | None,
+    *,
+    may_leave_out: bool,
 ) -> Iterator[tuple[StepResult, StepTimes | None]]:
     """Yields the result of each scheme, and its times with jitter; says on an interrupt how far it came.
+
+    Adds the scheme's timeline to `timelines`, if any are asked for.
 
     Raises:
         ValueError: If a scheme does not fit the machine, unless it may be left out.
     """
     from coarse.simulator.jittered import simulate_jittered
+    from coarse.simulator.timeline import timeline
     from coarse.simulator.training_step import simulate_step
+
+    def record(result: StepResult, step: Step, outcome: Outcome) -> None:
+        if timelines is not None:
+            timelines.append(timeline(setup, result, step, outcome))
 
     with _progress_bar() as bar:
         for number, scheme in enumerate(schemes, 1):
             shown = SchemeProgress(bar, f"{scheme} ({number} of {len(schemes)})")
             try:
-                result = simulate_step(setup, scheme, shown.update)
+                result = simulate_step(setup, scheme, shown.update, record=record)
                 times = None if jitter is None else simulate_jittered(setup, scheme, jitter, shown.update)
                 yield result, times
             except KeyboardInterrupt:
@@ -259,6 +282,24 @@ class SchemeProgress:
 
 
 # ---- output ----
+
+
+def _write_timelines(path: Path, timelines: Sequence[Timeline]) -> int:
+    """Writes trace events; returns the exit code."""
+    from coarse.simulator.timeline import MOST_LINKS, trace_document
+
+    try:
+        path.write_text(json.dumps(trace_document(timelines)) + "\n", encoding="utf-8")
+    except OSError as error:
+        print(f"coarse simulate: --timeline {path}: {error.strerror}", file=sys.stderr)
+        return _EXIT_FAILED
+    for each in timelines:
+        if each.num_links > MOST_LINKS:
+            print(
+                f"{path} shows the {MOST_LINKS} busiest of {each.num_links} links of {each.result.scheme}",
+                file=sys.stderr,
+            )
+    return 0
 
 
 def _publish(arguments: argparse.Namespace, setup: Setup, answers: Sequence[_Answer]) -> None:

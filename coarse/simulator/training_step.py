@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from coarse.simulator.engine import Progress, simulate
+from coarse.simulator.engine import Outcome, Progress, simulate
 from coarse.simulator.schemes.catalogue import SCHEMES
-from coarse.simulator.schemes.step import MemoryUse
+from coarse.simulator.schemes.step import MemoryUse, Step
 from coarse.simulator.setup import Setup
 
 SIMULATED = "simulated"
@@ -92,8 +92,20 @@ class StepResult:
         }
 
 
-def simulate_step(setup: Setup, scheme: str, progress: Progress | None = None) -> StepResult:
+Record = Callable[[StepResult, Step, Outcome], None]
+"""Called with a step's figures, its tasks, and their times."""
+
+
+def simulate_step(
+    setup: Setup, scheme: str, progress: Progress | None = None, *, record: Record | None = None
+) -> StepResult:
     """Simulates one step under a scheme.
+
+    Args:
+        setup: Machine and workload.
+        scheme: A name in SCHEMES.
+        progress: Called now and then.
+        record: Called at the end.
 
     Raises:
         ValueError: If the scheme is unknown, does not fit the machine, or a slow worker or link does not exist.
@@ -107,7 +119,7 @@ def simulate_step(setup: Setup, scheme: str, progress: Progress | None = None) -
     compute_s = setup.trace.forward_s + setup.trace.backward_s
     step_s = max(compute_s * setup.disturbances.slowest(network.num_workers), outcome.end_s)
     sizes = network.orbit_sizes
-    return StepResult(
+    result = StepResult(
         scheme=scheme,
         machine=setup.machine,
         num_workers=network.num_workers,
@@ -125,3 +137,6 @@ def simulate_step(setup: Setup, scheme: str, progress: Progress | None = None) -
         decisions=step.decisions,
         num_tasks=len(step.tasks),
     )
+    if record is not None:
+        record(result, step, outcome)
+    return result
