@@ -6,16 +6,17 @@ import json
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from coarse.cli.tables import print_table
 from coarse.simulator.studies import catalogue
 
 if TYPE_CHECKING:  # slow to import; `coarse --help` must not load these
-    from coarse.simulator.studies.study import StateTable, Study, StudyResult
+    from coarse.simulator.studies.study import Progress, StateTable, Study, StudyResult
 
 _EXIT_FAILED, _EXIT_USAGE = 1, 2
 
@@ -46,10 +47,10 @@ def show_study(name: str, trace: str | None, *, as_json: bool) -> int:
 
 
 def write_all(docs: Path) -> int:
-    """Runs all studies, and rewrites their pages and the summary in the folder `docs`.
+    """Runs the sweep over numbers of workers and all studies, and rewrites their pages in the folder `docs`.
 
     Returns:
-        The exit code: 1 if a study failed, which does not stop the others.
+        The exit code: 1 if one of them failed, which does not stop the others.
     """
     from coarse.simulator.studies.pages import INDEX, write_summary
 
@@ -59,31 +60,59 @@ def write_all(docs: Path) -> int:
             file=sys.stderr,
         )
         return _EXIT_USAGE
-    outcomes: dict[str, tuple[Study, StudyResult] | str] = {}
-    for name in catalogue.NAMES:
-        outcomes[name] = _written(docs, name, num_done=len(outcomes))
+    parts = _Parts(num=1 + len(catalogue.NAMES))
+    swept = parts.attempt("scale", partial(_write_scale, docs))
+    outcomes = {name: parts.attempt(name, partial(_write_study, docs, name)) for name in catalogue.NAMES}
     write_summary(docs, outcomes)
-    return _EXIT_FAILED if any(isinstance(each, str) for each in outcomes.values()) else 0
+    return _EXIT_FAILED if any(isinstance(each, str) for each in (swept, *outcomes.values())) else 0
 
 
-def _written(docs: Path, name: str, *, num_done: int) -> tuple[Study, StudyResult] | str:
-    """Study and result after its page is written, or the error's text."""
+def _write_scale(docs: Path, show: Progress) -> tuple[None, str]:
+    from coarse.simulator.scale import sweep
+    from coarse.simulator.studies.pages import INDEX, write_scale
+
+    write_scale(docs, sweep(show))
+    return None, str(docs / INDEX)
+
+
+def _write_study(docs: Path, name: str, show: Progress) -> tuple[tuple[Study, StudyResult], str]:
     from coarse.simulator.studies.pages import write_page
 
-    where, started_s = f"{num_done + 1} of {len(catalogue.NAMES)}", time.monotonic()
-    try:
-        study = catalogue.load_study(name)
-        result = _run(study, f"{name} ({where})")
-        page = write_page(docs, study, result)
-    except KeyboardInterrupt:
-        print(f"coarse simulate: {num_done} of {len(catalogue.NAMES)} studies are written", file=sys.stderr)
-        raise
-    except Exception as error:
-        traceback.print_exc()
-        print(f"{name} ({where}) failed: {type(error).__name__}: {error}", file=sys.stderr)
-        return f"{type(error).__name__}: {error}"
-    print(f"{name} ({where}): {_in_words(result)}; {page}, {time.monotonic() - started_s:.1f} s", flush=True)
-    return study, result
+    study = catalogue.load_study(name)
+    result = study.run(show)
+    page = write_page(docs, study, result)
+    return (study, result), f"{_in_words(result)}; {page}"
+
+
+_T = TypeVar("_T")
+
+
+class _Parts:
+    """Runs parts one after the other, says what each gave, and on an interrupt how far it came.
+
+    Args:
+        num: Number of parts.
+    """
+
+    def __init__(self, num: int) -> None:
+        self._num, self._num_tried = num, 0
+
+    def attempt(self, name: str, work: Callable[[Progress], tuple[_T, str]]) -> _T | str:
+        """The value of `work`, whose words are printed; the error's text if it fails."""
+        self._num_tried += 1
+        what, started_s = f"{name} ({self._num_tried} of {self._num})", time.monotonic()
+        try:
+            value, words = _with_progress(work, what)
+        except KeyboardInterrupt:
+            print(f"coarse simulate: {self._num_tried - 1} of {self._num} parts are done", file=sys.stderr)
+            raise
+        except Exception as error:
+            traceback.print_exc()
+            text = f"{type(error).__name__}: {error}"
+            print(f"{what} failed: {text}", file=sys.stderr)
+            return text
+        print(f"{what}: {words}, {time.monotonic() - started_s:.1f} s", flush=True)
+        return value
 
 
 def _in_words(result: StudyResult) -> str:
@@ -92,9 +121,9 @@ def _in_words(result: StudyResult) -> str:
     return f"{agreeing} of {len(result.comparisons)} figures agree, {holding} of {len(result.claims)} claims hold"
 
 
-def _run(study: Study, what: str) -> StudyResult:
-    """Runs a study; says on an interrupt in which part it was."""
-    part = ""
+def _with_progress(work: Callable[[Progress], _T], what: str) -> _T:
+    """Works and shows how far it is; says on an interrupt in which part it was."""
+    part = "its start"
     with _spinner(what) as show:
 
         def progress(words: str) -> None:
@@ -103,9 +132,9 @@ def _run(study: Study, what: str) -> StudyResult:
             show(f"{what}: {words}")
 
         try:
-            return study.run(progress)
+            return work(progress)
         except KeyboardInterrupt:
-            print(f"coarse simulate: interrupted in {what}: {part or 'its start'}", file=sys.stderr)
+            print(f"coarse simulate: interrupted in {what}: {part}", file=sys.stderr)
             raise
 
 
@@ -124,7 +153,7 @@ def _spinner(what: str) -> Iterator[Any]:
 
 
 def _show_result(study: Study, *, as_json: bool) -> None:
-    result = _run(study, study.name)
+    result = _with_progress(study.run, study.name)
     if as_json:
         print(json.dumps(_result_as_json(study, result), indent=1))
     else:

@@ -10,6 +10,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from coarse.cli.main import main
+from coarse.simulator import scale
 from coarse.simulator.studies import catalogue
 from coarse.simulator.studies.study import Basis, Claim, Comparison, StateTable, Study, StudyResult
 
@@ -63,6 +64,13 @@ def interrupted(progress):
     raise KeyboardInterrupt
 
 
+swept = scale.Sweep(
+    workers=(8, 16),
+    steps_s={(machine, scheme): (7e-3, 8e-3) for machine in scale.MACHINES for scheme in scale.SCHEMES},
+    compute_s=5e-3,
+)
+
+
 @pytest.fixture
 def registered(monkeypatch):
     """Makes studies the only ones that there are."""
@@ -79,9 +87,11 @@ def registered(monkeypatch):
 
 
 @pytest.fixture
-def docs(tmp_path):
+def docs(tmp_path, monkeypatch):
+    monkeypatch.setattr(scale, "sweep", lambda progress: swept)
     (tmp_path / "simulator.md").write_text(
-        "before\n<!-- studies -->\nstale\n<!-- end of studies -->\nafter\n"
+        "before\n<!-- scale -->\nstale\n<!-- end of scale -->\n"
+        "<!-- studies -->\nstale\n<!-- end of studies -->\nafter\n"
     )
     return tmp_path
 
@@ -165,7 +175,10 @@ def test_all_writes_pages_pictures_and_the_summary(registered, docs):
     index = (docs / "simulator.md").read_text()
     row = "Doe, Rooms, 1999 | 4 | 1 of 2 (50%) | 1 of 1 | 1 of 1 | 1 of 2 |"
     assert f"| [rooms](simulator/rooms.md): Title of rooms | {row}" in index
-    assert index.startswith("before\n<!-- studies -->\n| study |")
+    assert "stale" not in index
+    assert "<!-- studies -->\n| study |" in index
+    assert "| COARSE on fat-tree | 7.0 | 8.0 |" in index
+    assert "](simulator/pictures/scale.png)" in index
     assert index.endswith("<!-- end of studies -->\nafter\n")
 
 
@@ -175,13 +188,13 @@ def test_all_again_changes_nothing(registered, docs):
     before = {path: path.read_bytes() for path in docs.rglob("*") if path.is_file()}
     simulate("--all", "--docs", str(docs))
     assert {path: path.read_bytes() for path in docs.rglob("*") if path.is_file()} == before
-    assert len(before) == 4
+    assert len(before) == 6
 
 
 def test_a_failed_study_does_not_stop_the_others(registered, docs, capsys):
     registered(study("doors", broken), study("rooms"))
     assert simulate("--all", "--docs", str(docs)) == 1
-    assert "doors (1 of 2) failed: RuntimeError: no door" in capsys.readouterr().err
+    assert "doors (2 of 3) failed: RuntimeError: no door" in capsys.readouterr().err
     assert "| doors | **failed**: RuntimeError: no door |" in (docs / "simulator.md").read_text()
     assert (docs / "simulator" / "rooms.md").exists()
     assert not (docs / "simulator" / "doors.md").exists()
@@ -191,7 +204,25 @@ def test_an_interrupt_says_how_far_it_came_and_keeps_written_pages(registered, d
     registered(study("rooms"), study("walk", interrupted))
     assert simulate("--all", "--docs", str(docs)) == 130
     out, err = capsys.readouterr()
-    assert "rooms (1 of 2): 3 of 4 figures agree, 1 of 2 claims hold" in out
-    assert "interrupted in walk (2 of 2): walks" in err
-    assert "1 of 2 studies are written" in err
+    assert "rooms (2 of 3): 3 of 4 figures agree, 1 of 2 claims hold" in out
+    assert "interrupted in walk (3 of 3): walks" in err
+    assert "2 of 3 parts are done" in err
+    assert (docs / "simulator" / "rooms.md").exists()
+
+
+def test_a_sweep_has_a_step_of_every_scheme_and_number(monkeypatch):
+    monkeypatch.setattr(scale, "MODEL", "alexnet")
+    parts = []
+    found = scale.sweep(parts.append, workers=(8, 16))
+    assert set(found.steps_s) == {(machine, each) for machine in scale.MACHINES for each in scale.SCHEMES}
+    assert all(len(steps_s) == 2 and min(steps_s) > found.compute_s for steps_s in found.steps_s.values())
+    assert parts[0] == "coarse on cxl-pool, 8 workers"
+    assert len(parts) == 16
+
+
+def test_a_failed_sweep_does_not_stop_the_studies(registered, docs, monkeypatch, capsys):
+    monkeypatch.setattr(scale, "sweep", broken)
+    registered(study("rooms"))
+    assert simulate("--all", "--docs", str(docs)) == 1
+    assert "scale (1 of 2) failed: RuntimeError: no door" in capsys.readouterr().err
     assert (docs / "simulator" / "rooms.md").exists()

@@ -6,13 +6,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from coarse.profiler.figures import save_figure
+from coarse.simulator.scale import Sweep, draw_sweep, sweep_lines
 from coarse.simulator.studies.study import TOLERANCE, Basis, Claim, Comparison, Study, StudyResult
 
 INDEX = "simulator.md"
 """The page with the summary; the others are in a folder beside it."""
 
 _FOLDER, _PICTURES = "simulator", "pictures"
-RESULTS, SUMMARY = "results", "studies"
+RESULTS, SUMMARY, SCALE = "results", "studies", "scale"
 """Names of the marks in a study's page, and in INDEX."""
 
 AGREES, DIFFERS = "agrees", "**differs**"
@@ -54,6 +55,19 @@ def write_summary(docs: Path, outcomes: Mapping[str, tuple[Study, StudyResult] |
         ValueError: If INDEX has no place for the summary.
     """
     rewrite(docs / INDEX, SUMMARY, summary_lines(outcomes))
+
+
+def write_scale(docs: Path, found: Sweep) -> None:
+    """Writes picture and table of a sweep into INDEX.
+
+    Raises:
+        OSError: If a file cannot be written.
+        ValueError: If INDEX has no place for them.
+    """
+    stem = docs / _FOLDER / _PICTURES / SCALE
+    save_figure(draw_sweep(found), stem)
+    picture = f"![a step over the number of workers]({_FOLDER}/{_PICTURES}/{stem.name}.png)"
+    rewrite(docs / INDEX, SCALE, ["", *sweep_lines(found), "", picture, ""])
 
 
 def rewrite(page: Path, name: str, lines: Iterable[str]) -> None:
