@@ -125,7 +125,7 @@ def _finite(fields: Mapping[str, float]) -> dict[str, float | None]:
 
 
 def print_jitter(pattern: Jitter, all_times: Sequence[StepTimes], undisturbed: Sequence[StepResult]) -> None:
-    """Prints times of steps with jitter beside those without."""
+    """Prints times of steps with jitter and of those without."""
     print_table(
         f"{pattern.num_steps} steps with jitter of {pattern.variation:.0%} (seed {pattern.seed}), simulated",
         ("scheme", "without, ms", "mean, ms", "median, ms", "99% within, ms", "mean, of without"),

@@ -99,7 +99,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--what-if",
         metavar="MACHINE",
         help="instead of a plan: a step of --model on MACHINE (as for `coarse simulate`), simulated, with its "
-        "uncertainty, beside this machine's",
+        "uncertainty, compared with this machine",
     )
     parser.add_argument(
         "--workers", type=int, metavar="N", help="workers on MACHINE of --what-if; default: as many as here"

@@ -39,7 +39,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "simulate",
         help="one training step on a machine of any size, or a study of a document, simulated",
         description="Simulates one training step under several schemes: its time, the bytes of links, the memory of "
-        "workers and memory devices. With NAME: the system of another document, beside the document's figures. "
+        "workers and memory devices. With NAME: the system of another document, with the document's figures. "
         "Every figure is simulated; docs/simulator.md has the model and its limits.",
     )
     _add_studies(parser)

@@ -1,4 +1,4 @@
-"""`coarse simulate NAME`: studies of other documents' systems, beside the figures of each document."""
+"""`coarse simulate NAME`: studies of other documents' systems, with the figures of each document."""
 
 from __future__ import annotations
 
