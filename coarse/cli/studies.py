@@ -47,7 +47,7 @@ def show_study(name: str, trace: str | None, *, as_json: bool) -> int:
 
 
 def write_all(docs: Path) -> int:
-    """Runs the sweep over numbers of workers and all studies, and rewrites their pages in the folder `docs`.
+    """Sweeps workers and failure rates, runs all studies, and rewrites their pages in the folder `docs`.
 
     Returns:
         The exit code: 1 if one of them failed, which does not stop the others.
@@ -60,11 +60,14 @@ def write_all(docs: Path) -> int:
             file=sys.stderr,
         )
         return _EXIT_USAGE
-    parts = _Parts(num=1 + len(catalogue.NAMES))
-    swept = parts.attempt("scale", partial(_write_scale, docs))
+    parts = _Parts(num=2 + len(catalogue.NAMES))
+    swept = [
+        parts.attempt("scale", partial(_write_scale, docs)),
+        parts.attempt("failures", partial(_write_failures, docs)),
+    ]
     outcomes = {name: parts.attempt(name, partial(_write_study, docs, name)) for name in catalogue.NAMES}
     write_summary(docs, outcomes)
-    return _EXIT_FAILED if any(isinstance(each, str) for each in (swept, *outcomes.values())) else 0
+    return _EXIT_FAILED if any(isinstance(each, str) for each in (*swept, *outcomes.values())) else 0
 
 
 def _write_scale(docs: Path, show: Progress) -> tuple[None, str]:
@@ -73,6 +76,13 @@ def _write_scale(docs: Path, show: Progress) -> tuple[None, str]:
 
     write_scale(docs, sweep(show))
     return None, str(docs / INDEX)
+
+
+def _write_failures(docs: Path, show: Progress) -> tuple[None, str]:
+    from coarse.simulator.failure_sweep import sweep_failures
+    from coarse.simulator.studies.pages import write_failures
+
+    return None, str(write_failures(docs, sweep_failures(show)))
 
 
 def _write_study(docs: Path, name: str, show: Progress) -> tuple[tuple[Study, StudyResult], str]:

@@ -10,7 +10,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from coarse.cli.main import main
-from coarse.simulator import scale
+from coarse.simulator import failure_sweep, scale
 from coarse.simulator.studies import catalogue
 from coarse.simulator.studies.study import Basis, Claim, Comparison, StateTable, Study, StudyResult
 
@@ -70,6 +70,10 @@ swept = scale.Sweep(
     compute_s=5e-3,
 )
 
+swept_failures = failure_sweep.FailureSweep(
+    hours=(1000, 10), shares={("coarse", "memory"): (0.9, 0.5), ("allreduce", "checkpoint"): (0.8, 0.25)}
+)
+
 
 @pytest.fixture
 def registered(monkeypatch):
@@ -89,6 +93,9 @@ def registered(monkeypatch):
 @pytest.fixture
 def docs(tmp_path, monkeypatch):
     monkeypatch.setattr(scale, "sweep", lambda progress: swept)
+    monkeypatch.setattr(failure_sweep, "sweep_failures", lambda progress: swept_failures)
+    (tmp_path / "simulator").mkdir()
+    (tmp_path / "simulator" / "failures.md").write_text("<!-- goodput -->\nstale\n<!-- end of goodput -->\n")
     (tmp_path / "simulator.md").write_text(
         "before\n<!-- scale -->\nstale\n<!-- end of scale -->\n"
         "<!-- studies -->\nstale\n<!-- end of studies -->\nafter\n"
@@ -158,7 +165,6 @@ def test_wrong_questions_get_one_line(arguments, message, registered, capsys):
 def test_all_writes_pages_pictures_and_the_summary(registered, docs):
     registered(study("rooms"), study("halls"))
     page = docs / "simulator" / "rooms.md"
-    page.parent.mkdir()
     page.write_text("# Rooms\n\nprose\n<!-- results -->\nstale\n<!-- end of results -->\nmore prose\n")
     assert simulate("--all", "--docs", str(docs)) == 0
     text = page.read_text()
@@ -179,6 +185,9 @@ def test_all_writes_pages_pictures_and_the_summary(registered, docs):
     assert "<!-- studies -->\n| study |" in index
     assert "| COARSE on fat-tree | 7.0 | 8.0 |" in index
     assert "](simulator/pictures/scale.png)" in index
+    failures = (docs / "simulator" / "failures.md").read_text()
+    assert "stale" not in failures
+    assert "| AllReduce: checkpoint | 80.0% | 25.0% |" in failures
     assert index.endswith("<!-- end of studies -->\nafter\n")
 
 
@@ -188,13 +197,13 @@ def test_all_again_changes_nothing(registered, docs):
     before = {path: path.read_bytes() for path in docs.rglob("*") if path.is_file()}
     simulate("--all", "--docs", str(docs))
     assert {path: path.read_bytes() for path in docs.rglob("*") if path.is_file()} == before
-    assert len(before) == 6
+    assert len(before) == 9
 
 
 def test_a_failed_study_does_not_stop_the_others(registered, docs, capsys):
     registered(study("doors", broken), study("rooms"))
     assert simulate("--all", "--docs", str(docs)) == 1
-    assert "doors (2 of 3) failed: RuntimeError: no door" in capsys.readouterr().err
+    assert "doors (3 of 4) failed: RuntimeError: no door" in capsys.readouterr().err
     assert "| doors | **failed**: RuntimeError: no door |" in (docs / "simulator.md").read_text()
     assert (docs / "simulator" / "rooms.md").exists()
     assert not (docs / "simulator" / "doors.md").exists()
@@ -204,9 +213,9 @@ def test_an_interrupt_says_how_far_it_came_and_keeps_written_pages(registered, d
     registered(study("rooms"), study("walk", interrupted))
     assert simulate("--all", "--docs", str(docs)) == 130
     out, err = capsys.readouterr()
-    assert "rooms (2 of 3): 3 of 4 figures agree, 1 of 2 claims hold" in out
-    assert "interrupted in walk (3 of 3): walks" in err
-    assert "2 of 3 parts are done" in err
+    assert "rooms (3 of 4): 3 of 4 figures agree, 1 of 2 claims hold" in out
+    assert "interrupted in walk (4 of 4): walks" in err
+    assert "3 of 4 parts are done" in err
     assert (docs / "simulator" / "rooms.md").exists()
 
 
@@ -224,5 +233,19 @@ def test_a_failed_sweep_does_not_stop_the_studies(registered, docs, monkeypatch,
     monkeypatch.setattr(scale, "sweep", broken)
     registered(study("rooms"))
     assert simulate("--all", "--docs", str(docs)) == 1
-    assert "scale (1 of 2) failed: RuntimeError: no door" in capsys.readouterr().err
+    assert "scale (1 of 3) failed: RuntimeError: no door" in capsys.readouterr().err
     assert (docs / "simulator" / "rooms.md").exists()
+
+
+def test_goodput_of_every_recovery_falls_with_failures(monkeypatch):
+    monkeypatch.setattr(failure_sweep, "MODEL", "alexnet")
+    found = failure_sweep.sweep_failures(lambda words: None, num_workers=64)
+    assert list(found.shares) == [
+        ("coarse", "memory"),
+        ("coarse", "memory, replicas"),
+        ("allreduce", "checkpoint"),
+        ("allreduce", "discard step"),
+    ]
+    for shares in found.shares.values():
+        assert list(shares) == sorted(shares, reverse=True)
+        assert shares[0] > 0.9

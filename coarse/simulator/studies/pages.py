@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from coarse.profiler.figures import save_figure
+from coarse.simulator.failure_sweep import FailureSweep, draw_failures, failure_lines
 from coarse.simulator.scale import Sweep, draw_sweep, sweep_lines
 from coarse.simulator.studies.study import TOLERANCE, Basis, Claim, Comparison, Study, StudyResult
 
@@ -13,8 +14,8 @@ INDEX = "simulator.md"
 """The page with the summary; the others are in a folder beside it."""
 
 _FOLDER, _PICTURES = "simulator", "pictures"
-RESULTS, SUMMARY, SCALE = "results", "studies", "scale"
-"""Names of the marks in a study's page, and in INDEX."""
+RESULTS, SUMMARY, SCALE, GOODPUT = "results", "studies", "scale", "goodput"
+"""Names of the marks in a study's page, in INDEX (two), and in the page of failures."""
 
 AGREES, DIFFERS = "agrees", "**differs**"
 HOLDS, FAILS = "holds", "**does not hold**"
@@ -68,6 +69,21 @@ def write_scale(docs: Path, found: Sweep) -> None:
     save_figure(draw_sweep(found), stem)
     picture = f"![a step over the number of workers]({_FOLDER}/{_PICTURES}/{stem.name}.png)"
     rewrite(docs / INDEX, SCALE, ["", *sweep_lines(found), "", picture, ""])
+
+
+def write_failures(docs: Path, found: FailureSweep) -> Path:
+    """Writes picture and table of a sweep into the page of failures, and returns it.
+
+    Raises:
+        OSError: If a file cannot be written.
+        ValueError: If the page has no place for them.
+    """
+    page = page_of(docs, "failures")
+    stem = page.parent / _PICTURES / GOODPUT
+    save_figure(draw_failures(found), stem)
+    picture = f"![goodput over failure rates]({_PICTURES}/{stem.name}.png)"
+    rewrite(page, GOODPUT, ["", *failure_lines(found), "", picture, ""])
+    return page
 
 
 def rewrite(page: Path, name: str, lines: Iterable[str]) -> None:
