@@ -96,7 +96,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             backward(). Settings are read at the beginning of backward(). Parameters that it does not use are not
             updated, even after zero_grad(set_to_none=False).
         max_grad_norm: Largest 2-norm of the averaged gradients over all of the optimizer's parameters. Longer
-            gradients are scaled down to it, as by torch.nn.utils.clip_grad_norm_, but within the update. The
+            gradients are scaled down to it, as by `torch.nn.utils.clip_grad_norm_`, but within the update. The
             reduction computes the norm without an additional pass over memory. After GradScaler it is the norm of the
             unscaled gradients. Write to the gradient itself: writes to its `.data` are not detected, because torch
             does not count them.
