@@ -33,6 +33,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "plan": "coarse.cli.plan",
         "simulate": "coarse.cli.simulate",
         "checkpoint": "coarse.cli.checkpoint",
+        "completion": "coarse.cli.completion",
     }
 )
 """Module of each sub-command, in the order of the help text."""
