@@ -343,7 +343,7 @@ def run_replay_command(arguments: argparse.Namespace) -> int:
     """
     from coarse.bench import tables
     from coarse.bench.provenance import EMULATED
-    from coarse.bench.replay.driver import ReplayPlan, num_progress_steps, run_replay
+    from coarse.bench.replay.driver import ReplayPlan, check_replay, num_progress_steps, run_replay
     from coarse.bench.replay.trace import load_trace, place_trace
     from coarse.machine.catalogue import load_machine
 
@@ -360,6 +360,7 @@ def run_replay_command(arguments: argparse.Namespace) -> int:
             steps=arguments.steps,
             rounds=arguments.rounds,
         )
+        check_replay(plan)
     except ValueError as error:
         return _usage_error(str(error))
     results = _with_progress(lambda progress: run_replay(plan, progress), num_progress_steps(plan))

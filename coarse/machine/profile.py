@@ -96,6 +96,11 @@ class Link:
             )
         _check_bandwidths(self.gbytes_per_s, self.duplex_gbytes_per_s, self.read_gbytes_per_s)
 
+    @property
+    def directions(self) -> tuple[Figure, ...]:
+        """The bandwidths of its directions: one for both, or one of writes and one of reads."""
+        return (self.gbytes_per_s, *(() if self.read_gbytes_per_s is None else (self.read_gbytes_per_s,)))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PathClass:
@@ -211,8 +216,8 @@ class Machine:
         direct_links: Links between pairs of GPUs.
 
     Raises:
-        FieldError: If a path is missing or unknown, a path leads over an unknown link, a link's scope does not fit
-            the topology, or a direct link occurs twice or joins unknown GPUs.
+        FieldError: If a path is missing or unknown, a path leads over an unknown link or is faster than one of its
+            links, a link's scope does not fit the topology, or a direct link occurs twice or joins unknown GPUs.
 
     Example:
         >>> from coarse.machine.catalogue import (load_machine)
@@ -230,7 +235,6 @@ class Machine:
 
     def __post_init__(self) -> None:
         kind = self.topology.kind
-        names = {link.name for link in self.links}
         for link in self.links:
             if link.scope not in SCOPES[kind]:
                 expected = ", ".join(SCOPES[kind])
@@ -238,16 +242,26 @@ class Machine:
         for name in PATHS[kind]:
             if name not in self.paths and name not in OPTIONAL_PATHS:
                 raise FieldError("path", f"path.{name} is missing")
-        for name, path in self.paths.items():
-            if name not in PATHS[kind]:
-                raise FieldError(f"path.{name}", f"path {name!r} must be one of {', '.join(PATHS[kind])}")
-            for link_name in path.over:
-                if link_name not in names:
-                    known = ", ".join(sorted(names)) or "none"
-                    raise FieldError(
-                        f"path.{name}.over", f"path over unknown link {link_name!r}; known: {known}"
-                    )
+        for name in self.paths:
+            self._check_path(name)
         self._check_direct_links()
+
+    def _check_path(self, name: str) -> None:
+        if name not in PATHS[self.topology.kind]:
+            known = ", ".join(PATHS[self.topology.kind])
+            raise FieldError(f"path.{name}", f"path {name!r} must be one of {known}")
+        links = {link.name: link for link in self.links}
+        path = self.paths[name]
+        for link_name in path.over:
+            if link_name not in links:
+                known = ", ".join(sorted(links)) or "none"
+                raise FieldError(f"path.{name}.over", f"path over unknown link {link_name!r}; known: {known}")
+            most = max(figure.value for figure in links[link_name].directions)
+            if path.gbytes_per_s is not None and path.gbytes_per_s.value > most:
+                raise FieldError(
+                    f"path.{name}.gbytes_per_s",
+                    f"{path.gbytes_per_s.value:g} GB/s exceed the {most:g} GB/s of its link {link_name!r}",
+                )
 
     def _check_direct_links(self) -> None:
         seen: set[frozenset[int]] = set()

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
+from coarse.bench.harness.commands import BenchError
+from coarse.bench.replay import driver
 from coarse.bench.replay.driver import SCHEMES, ReplayPlan, run_replay
 from coarse.bench.replay.trace import ComputeTrace, GradientEvent
 from coarse.cli.main import main
@@ -78,6 +81,8 @@ def test_computation_passes_and_hides_synchronisation():
         ({"schemes": ("gloo",)}, "gloo"),
         ({"num_workers": 0}, "start at 1"),
         ({"time_dilation": 0.0}, "above 0"),
+        ({"alone_steps": -1}, "at 0"),
+        ({"measures": "luck"}, "not 'luck'"),
     ],
 )
 def test_a_plan_that_cannot_be_is_refused(change, reason):
@@ -112,6 +117,53 @@ def test_links_faster_than_this_machine_are_refused(tmp_path, capfd):
     assert "with time dilated 0.08 times" in printed.err
     assert not records.exists()
     assert "blocked" not in printed.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--workers", "6"), "scheme coarse: 6 workers and 6 memory devices need 12 GPUs, but aws-p3 has 8"),
+        (("--memory-devices", "7"), "scheme coarse: 4 workers and 7 memory devices need 11 GPUs"),
+        (
+            ("--workers", "8", "--schemes", "dense"),
+            "scheme dense: 8 workers and 1 memory devices need 9 GPUs",
+        ),
+        (("--workers", "1"), "one worker has nothing to synchronise"),
+    ],
+)
+def test_what_a_machine_cannot_run_is_an_error_of_usage_before_anything_starts(
+    capfd, monkeypatch, arguments, message
+):
+    monkeypatch.setattr(driver, "WorkerPool", None)
+    assert main(["bench", "replay", "--machine", "aws-p3", *arguments]) == 2
+    assert message in capfd.readouterr().err
+
+
+def test_a_model_that_does_not_fit_into_memory_is_refused_before_anything_starts(monkeypatch):
+    monkeypatch.setattr(driver, "WorkerPool", None)
+    huge = replace(TRACE, events=(replace(TRACE.events[0], num_elements=1 << 48),))
+    with pytest.raises(BenchError, match=r"four layers push gradients of 2097152\.0 GiB"):
+        replay(trace=huge, schemes=("local",))
+
+
+def test_known_ways_are_not_measured_again():
+    known = {1 << power: "tree" for power in range(2, 40)}
+    (result,) = run_replay(
+        ReplayPlan(
+            schemes=("workers",),
+            trace=TRACE,
+            machine="aws-p3",
+            num_workers=2,
+            time_dilation=20.0,
+            steps=1,
+            alone_steps=2,
+            known_ways=known,
+        )
+    )
+    assert set(result.ways_by_size.values()) == {"tree"}
+    assert result.alone is not None
+    assert result.alone.iterations == 2
+    assert result.alone.min_us < result.step.min_us
 
 
 def test_an_unknown_machine_is_an_error_of_usage(capfd):

@@ -77,6 +77,7 @@ SECOND_DIRECT_LINK = "\n".join(GOOD.splitlines()[22:]).replace("[0, 2]", "[2, 0]
         (LANE, LANE.replace(" }", ", unit = 1 }"), 11, "unknown key 'unit'"),
         (LANE, "", 9, "link.lane.gbytes_per_s is missing"),
         (LANE, f"{LANE}\n{READ.replace('5', '0')}", 12, "a bandwidth must be above 0 GB/s"),
+        (LANE, LANE.replace("10", "3"), 15, "4 GB/s exceed the 3 GB/s of its link 'lane'"),
         (LANE, f"{LANE}\n{READ}\n{DUPLEX.replace('6', '16')}", 13, r"\(10\) and at most both \(15\)"),
         (
             f'scope = "endpoint"\n{LANE}',

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from coarse.bench.models import NUM_PARAMETERS
-from coarse.bench.replay.trace import ComputeTrace, GradientEvent, load_trace, record_trace
+from coarse.bench.replay.trace import ComputeTrace, GradientEvent, load_trace, read_trace, record_trace
 
 fractions = st.floats(0, 1)
 
@@ -33,7 +35,7 @@ def _trace(*events: GradientEvent, forward_s: float = 1.0) -> ComputeTrace:
 
 @given(st.lists(fractions, min_size=1, max_size=20))
 def test_survives_json(ready: list[float]) -> None:
-    trace = _trace(*map(_event, sorted(ready)))
+    trace = _trace(*map(_event, sorted(set(ready))))
     assert ComputeTrace.from_json(trace.to_json()) == trace
 
 
@@ -75,6 +77,33 @@ def test_packaged_traces_hold_every_parameter(model: str) -> None:
     trace = load_trace(model)
     assert sum(event.num_elements for event in trace.events) == NUM_PARAMETERS[model]
     assert len(trace.specs()) == len({spec.name for spec in trace.specs()})
+
+
+def test_a_gradient_appears_once() -> None:
+    with pytest.raises(ValueError, match=r"gradient p0\.5 appears twice"):
+        _trace(_event(), _event())
+
+
+def test_a_trace_without_a_layer_is_refused(tmp_path: Path) -> None:
+    trace = load_trace("resnet50")
+    file = tmp_path / "resnet50.json"
+    file.write_text(replace(trace, events=trace.events[1:]).to_json())
+    with pytest.raises(
+        ValueError, match=f"^{file}: gradients of .* but resnet50 has 25557032: a layer is missing"
+    ):
+        read_trace(file)
+    file.write_text(trace.to_json())
+    assert read_trace(file) == trace
+
+
+def test_a_file_that_is_no_json_is_named_with_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "resnet50.json"
+    file.write_text('{\n "model": \n')
+    with pytest.raises(ValueError, match=f"^{file}:3: Expecting value"):
+        read_trace(file)
+    file.write_text("{}")
+    with pytest.raises(ValueError, match=f"^{file}: compute trace cannot be read"):
+        read_trace(file)
 
 
 def test_unknown_model_names_those_that_there_are() -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+
+import numpy as np
 
 from coarse.bench.sync.driver import format_bytes
 from coarse.client.tensor_group import TensorGroup
@@ -20,10 +21,15 @@ from coarse.tuning.measure import gather_bytes
 AT_ONCE = 8
 """Shards of a size that are timed together."""
 
-REPEATS = 3
+REPEATS = 5
+REPEATS_OF_ALL = 2
+"""Repeats of every way; later ones are of those that are not FAR from the fastest."""
 
-Seconds = Mapping[str, Mapping[int, Sequence[float]]]
-"""Seconds of each repeat, by way and by bytes of a shard."""
+FAR = 1.5
+"""A way is far from the fastest if it takes this many times as long, each in its fastest repeat."""
+
+Seconds = Mapping[int, Mapping[str, Sequence[float]]]
+"""Seconds of each repeat on its slowest worker, by bytes of a shard and by way."""
 
 
 def size_class(nbytes: int) -> int:
@@ -31,25 +37,80 @@ def size_class(nbytes: int) -> int:
     return max(4, 1 << (nbytes - 1).bit_length())
 
 
-def choose_ways(session: Session, group: TensorGroup, ways: Sequence[str]) -> dict[int, str]:
-    """The fastest of `ways` for each shard of `group`; every worker calls it and gets the same choice.
+def fastest_ways_of(
+    session: Session, group: TensorGroup, ways: Sequence[str], known: Mapping[int, str]
+) -> dict[int, str]:
+    """The fastest of `ways` for each size class of `group`; every worker calls it and gets the same choice.
 
     Args:
         session: An emulated session without dual synchronisation.
         group: The tensors to reduce; they stay as they are.
         ways: Of coarse.profiler.direct_allreduce.WAYS.
+        known: Earlier choices on the same links, by size class; only the other sizes are measured.
     """
-    sizes = group.shard_sizes()
+    classes = sorted({size_class(nbytes) for nbytes in group.shard_sizes()})
     if len(ways) == 1:
-        return dict.fromkeys(range(len(sizes)), ways[0])
-    own = measure_ways(session, sorted({size_class(nbytes) for nbytes in sizes}), ways)
-    everybody = [_from_json(each) for each in gather_bytes(session, json.dumps(own).encode())]
-    best = fastest_ways(everybody)
-    return {shard: best[size_class(nbytes)] for shard, nbytes in enumerate(sizes)}
+        return dict.fromkeys(classes, ways[0])
+    unknown = [nbytes for nbytes in classes if nbytes not in known]
+    fastest = {**known, **fastest_ways(measure_ways(session, unknown, ways))}
+    return {nbytes: fastest[nbytes] for nbytes in classes}
+
+
+def ways_of_shards(sizes: Sequence[int], by_class: Mapping[int, str]) -> dict[int, str]:
+    """The way of each shard.
+
+    Args:
+        sizes: Bytes of each shard.
+        by_class: The way of each size class.
+    """
+    return {shard: by_class[size_class(nbytes)] for shard, nbytes in enumerate(sizes)}
 
 
 def measure_ways(session: Session, classes: Sequence[int], ways: Sequence[str]) -> Seconds:
-    """Times AT_ONCE shards of each size in every way."""
+    """Times AT_ONCE shards of each size in every way, and more often those that are not FAR from the fastest."""
+    if not classes:
+        return {}
+    tensors = _register(session, classes)
+    seconds: dict[int, dict[str, list[float]]] = {nbytes: {way: [] for way in ways} for nbytes in classes}
+    for _ in range(REPEATS):
+        close = {nbytes: ways_to_repeat(seconds[nbytes]) for nbytes in classes}
+        own = [
+            (nbytes, way, _time(session, tensors, _shards(classes, nbytes)))
+            for way in ways
+            for nbytes in _use(tensors, way, [nbytes for nbytes in classes if way in close[nbytes]])
+        ]
+        for nbytes, way, slowest_s in _of_slowest_worker(session, own):
+            seconds[nbytes][way].append(slowest_s)
+    tensors.close()
+    return seconds
+
+
+def ways_to_repeat(seconds: Mapping[str, Sequence[float]]) -> list[str]:
+    """The ways of one size that one more repeat may show to be the fastest; none if there is only one."""
+    if min(map(len, seconds.values())) < REPEATS_OF_ALL:
+        return list(seconds)
+    least = {way: min(repeats) for way, repeats in seconds.items()}
+    close = [way for way, each in least.items() if each <= FAR * min(least.values())]
+    return close if len(close) > 1 else []
+
+
+def fastest_ways(seconds: Seconds) -> dict[int, str]:
+    """The way with the fastest repeat, for each size; ties go to the way that is named first."""
+    return {nbytes: min(of_size, key=lambda way: min(of_size[way])) for nbytes, of_size in seconds.items()}
+
+
+def describe_ways(by_class: Mapping[int, str]) -> str:
+    """A choice in words, by ranges of sizes in bytes."""
+    ranges: list[tuple[int, str]] = []
+    for nbytes, way in sorted(by_class.items()):
+        if ranges and ranges[-1][1] == way:
+            ranges.pop()
+        ranges.append((nbytes, way))
+    return ", ".join(f"{way} up to {format_bytes(nbytes)}" for nbytes, way in ranges)
+
+
+def _register(session: Session, classes: Sequence[int]) -> TensorGroup:
+    """AT_ONCE tensors of each size, whose pages are mapped, so that no repeat has to wait for that."""
     specs = [
         TensorSpec(name=f"{nbytes} {number}", dtype="float32", num_elements=nbytes // 4, op="sum")
         for nbytes in classes
@@ -57,15 +118,23 @@ def measure_ways(session: Session, classes: Sequence[int], ways: Sequence[str]) 
     ]
     tensors = session.register("all-reduce tuner", specs)
     assert isinstance(tensors, TensorGroup)  # the job has several workers
-    seconds: dict[str, dict[int, list[float]]] = {way: {nbytes: [] for nbytes in classes} for way in ways}
-    for way in ways:
+    for index in range(len(specs)):
+        slot = tensors.buffer(index)
+        assert isinstance(slot, memoryview)  # replays have no GPU
+        np.frombuffer(slot, dtype=np.float32)[:] = 0
+    return tensors
+
+
+def _shards(classes: Sequence[int], nbytes: int) -> range:
+    first = classes.index(nbytes) * AT_ONCE
+    return range(first, first + AT_ONCE)
+
+
+def _use(tensors: TensorGroup, way: str, classes: list[int]) -> list[int]:
+    """Reduces all tensors in this way from now on, if there are sizes to measure; returns the sizes."""
+    if classes:
         tensors.use_direct_allreduce(dict.fromkeys(range(len(tensors.shard_sizes())), way))
-        for _ in range(REPEATS):
-            for number, nbytes in enumerate(classes):
-                some = range(number * AT_ONCE, (number + 1) * AT_ONCE)
-                seconds[way][nbytes].append(_time(session, tensors, some))
-    tensors.close()
-    return seconds
+    return classes
 
 
 def _time(session: Session, tensors: TensorGroup, indices: Iterable[int]) -> float:
@@ -78,42 +147,12 @@ def _time(session: Session, tensors: TensorGroup, indices: Iterable[int]) -> flo
     return time.perf_counter() - began_s
 
 
-def fastest_ways(everybody: Sequence[Seconds]) -> dict[int, str]:
-    """The fastest way of each size: of every repeat the slowest worker counts, and of these the fastest repeat.
-
-    Args:
-        everybody: The measurements of each worker. Ties go to the way that is named first.
-    """
-    first = everybody[0]
-
-    def seconds(way: str, nbytes: int) -> float:
-        repeats: list[float] = [
-            max(of_workers) for of_workers in zip(*(each[way][nbytes] for each in everybody), strict=True)
-        ]
-        return min(repeats)
-
-    classes = next(iter(first.values()))
-    return {nbytes: min(first, key=partial(seconds, nbytes=nbytes)) for nbytes in classes}
-
-
-def describe_ways(sizes: Sequence[int], ways: Mapping[int, str]) -> str:
-    """A choice in words, by ranges of sizes in bytes.
-
-    Args:
-        sizes: Bytes of each shard.
-        ways: The way of each shard.
-    """
-    by_size = sorted({(size_class(sizes[shard]), way) for shard, way in ways.items()})
-    ranges: list[tuple[int, str]] = []
-    for nbytes, way in by_size:
-        if ranges and ranges[-1][1] == way:
-            ranges.pop()
-        ranges.append((nbytes, way))
-    return ", ".join(f"{way} up to {format_bytes(nbytes)}" for nbytes, way in ranges)
-
-
-def _from_json(text: bytes) -> Seconds:
-    return {
-        way: {int(nbytes): list(seconds) for nbytes, seconds in by_size.items()}
-        for way, by_size in json.loads(text).items()
-    }
+def _of_slowest_worker(
+    session: Session, own: Sequence[tuple[int, str, float]]
+) -> list[tuple[int, str, float]]:
+    """Each measurement, which all workers made in this order, with the seconds of the slowest worker."""
+    seconds = [json.loads(each) for each in gather_bytes(session, json.dumps([s for *_, s in own]).encode())]
+    return [
+        (nbytes, way, max(of_workers))
+        for (nbytes, way, _), of_workers in zip(own, zip(*seconds, strict=True), strict=True)
+    ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -20,7 +20,8 @@ from coarse.bench.harness.commands import WorkerJob
 from coarse.bench.harness.rendezvous import join_session
 from coarse.bench.harness.worker_pool import Progress, WorkerPool, time_for
 from coarse.bench.pace import Paced, Pacing, keep_pace, lateness_us
-from coarse.bench.replay.allreduce_tuner import choose_ways, describe_ways
+from coarse.bench.replay.allreduce_tuner import describe_ways, fastest_ways_of, ways_of_shards
+from coarse.bench.replay.preconditions import require_links, require_room
 from coarse.bench.replay.trace import ComputeTrace, compute_until
 from coarse.bench.timing import Timing, slowest_worker
 from coarse.emulation.pacing import PacingReport
@@ -29,6 +30,9 @@ from coarse.settings import Settings
 from coarse.tuning.first_steps import TIMED_STEPS
 
 _WHOLE_TENSORS = 1 << 32
+
+BLOCKED, STEP = "blocked time", "step"
+"""What a run is for: the time to which its pacing error relates."""
 
 _LEAST_BLOCKED = 0.01
 """Least share of a step to which the pacing error relates: blocked time below it is as good as none."""
@@ -141,8 +145,12 @@ class ReplayPlan:
         time_dilation: Real seconds per emulated second; more for a scheme whose links could not keep pace.
         memory_devices: Number of memory devices; 0 for one per worker.
         partition_table: Table that assigns GPUs to roles, instead of a number; "" for none.
-        steps: Timed steps in each round, after one uncounted step.
+        steps: Timed steps in each round, after one or more that are verified.
         rounds: Turns of each scheme.
+        measures: BLOCKED, or STEP where steps are compared that hardly block.
+        known_ways: Fastest ways of an all-reduce by size class, of an earlier run on the same links
+            (ReplayResult.ways_by_size). Schemes that choose among several ways measure only the other sizes.
+        alone_steps: Timed steps without computation in each round, after the others (ReplayResult.alone); 0 for none.
 
     Raises:
         ValueError: If a value is out of range.
@@ -158,6 +166,9 @@ class ReplayPlan:
     partition_table: str = ""
     steps: int = 3
     rounds: int = 1
+    measures: str = BLOCKED
+    known_ways: Mapping[int, str] = field(default_factory=dict)
+    alone_steps: int = 0
 
     def __post_init__(self) -> None:
         unknown = [scheme for scheme in self.schemes if scheme not in SCHEMES]
@@ -165,12 +176,14 @@ class ReplayPlan:
             raise ValueError(f"schemes {', '.join(unknown) or '(none)'}: choose of {', '.join(SCHEMES)}")
         if (
             min(self.num_workers, self.steps, self.rounds) < 1
-            or self.memory_devices < 0
+            or min(self.memory_devices, self.alone_steps) < 0
             or self.time_dilation <= 0
         ):
             raise ValueError(
-                "workers, steps and rounds start at 1, memory devices at 0, time dilation above 0"
+                "workers, steps and rounds start at 1, memory devices and steps alone at 0, time dilation above 0"
             )
+        if self.measures not in (BLOCKED, STEP):
+            raise ValueError(f"a run measures {BLOCKED!r} or {STEP!r}, not {self.measures!r}")
 
     @property
     def compute_s(self) -> float:
@@ -191,8 +204,16 @@ class ReplayResult:
     pacing: Pacing
     """How exactly its links were paced; of several rounds the worst. Its time dilation may exceed the plan's."""
 
-    ways: str = ""
-    """The ways of an all-reduce by size, in words; "" for schemes with memory devices."""
+    ways_by_size: Mapping[int, str] = field(default_factory=dict)
+    """The ways of an all-reduce by size class (allreduce_tuner); none for schemes with memory devices."""
+
+    alone: Timing | None = None
+    """Steps without computation, if they were timed: the duration of synchronisation alone."""
+
+    @property
+    def ways(self) -> str:
+        """The ways of an all-reduce by size, in words; "" for schemes with memory devices."""
+        return describe_ways(self.ways_by_size)
 
     @property
     def blocked_us(self) -> float:
@@ -233,13 +254,14 @@ class ReplayCommands:
         options = dict(job.options)
         self._trace = ComputeTrace.from_json(options.pop("trace"))
         self._has_compute = options.pop("has_compute")
+        self._known_ways = {int(nbytes): way for nbytes, way in options.pop("known_ways").items()}
         self._scheme = SCHEMES[job.system]
         self._dilation = options["time_dilation"]
         # Links are measured only once, before the timed steps.
         self._job = replace(job, options={**options, **self._scheme.settings, "replan_steps": 0})
         self._session: Any = None
         self._group: Any = None
-        self._ways: dict[int, str] = {}
+        self._ways_by_size: dict[int, str] = {}
 
     def setup(self) -> int:
         self._session = join_session(self._job, Settings.from_environment())
@@ -249,40 +271,48 @@ class ReplayCommands:
     def verify(self) -> list[str]:
         """Takes a step on known numbers, and the steps from which a session learns; returns its decisions.
 
-        Chooses the ways of an all-reduce before.
+        Chooses the ways of an all-reduce before. Only steps from which a session learns have their computation.
         Later steps keep the same numbers, because they are means of equal numbers.
 
         Raises:
             ValueError: If a mean is wrong.
         """
         if self._scheme.ways:
-            self._ways = choose_ways(self._session, self._group, self._scheme.ways)
-            self._group.use_direct_allreduce(self._ways)
+            self._choose_ways()
         expected = (2**self._job.num_workers - 1) / self._job.num_workers
         buffers = [
             np.frombuffer(self._group.buffer(i), dtype=e.dtype) for i, e in enumerate(self._trace.events)
         ]
         for each in buffers:
             each[:] = 2**self._job.rank
-        for _ in range(1 + self._learning_steps()):
-            self._step()
+        for _ in range(self._learning_steps()):
+            self._step(self._real(self._trace.forward_s), self._real(self._trace.backward_s))
+        self._step(0.0, 0.0)
         for event, each in zip(self._trace.events, buffers, strict=True):
             if not (each == expected).all():
                 raise ValueError(f"worker {self._job.rank}: {event.name} is not the mean {expected}")
         decisions: list[str] = self._session.decisions()
         return decisions
 
+    def _choose_ways(self) -> None:
+        self._ways_by_size = fastest_ways_of(self._session, self._group, self._scheme.ways, self._known_ways)
+        self._group.use_direct_allreduce(ways_of_shards(self._group.shard_sizes(), self._ways_by_size))
+
     def _learning_steps(self) -> int:
         return 1 + TIMED_STEPS if self._scheme.settings["dual_sync"] == "auto" else 0
 
-    def run(self, steps: int) -> list[float]:
-        """Takes `steps` steps after one uncounted step; returns the emulated seconds of each."""
-        self._step()
-        return [self._step() for _ in range(steps)]
+    def run(self, steps: int, has_compute: bool) -> list[float]:
+        """Takes `steps` steps, with their computation or without; returns the emulated seconds of each.
 
-    def ways(self) -> str:
-        """The ways of an all-reduce by size, in words; "" without a choice."""
-        return describe_ways(self._group.shard_sizes(), self._ways)
+        Nothing is under way during the forward pass, so its time is added instead of waited for.
+        """
+        forward_s = self._trace.forward_s if has_compute else 0.0
+        backward_s = self._trace.backward_s * self._dilation if has_compute else 0.0
+        return [forward_s + self._step(0.0, backward_s) / self._dilation for _ in range(steps)]
+
+    def ways_by_size(self) -> dict[int, str]:
+        """The ways of an all-reduce by size class."""
+        return self._ways_by_size
 
     def pacing(self) -> dict[str, Any]:
         """The fields of the session's PacingReport."""
@@ -291,21 +321,20 @@ class ReplayCommands:
     def close(self) -> None:
         self._session.close()
 
-    def _step(self) -> float:
-        """Takes one step; returns its emulated seconds."""
+    def _step(self, forward_s: float, backward_s: float) -> float:
+        """Takes one step with this computation; returns its seconds. All are real seconds."""
         self._session.barrier()
         started = time.perf_counter()
-        backward = started + self._real(self._trace.forward_s)
+        backward = started + forward_s
         for index, event in enumerate(self._trace.events):
-            compute_until(backward + self._real(event.ready * self._trace.backward_s))
+            compute_until(backward + event.ready * backward_s)
             self._group.push(index)
             self._group.flush()
             if not self._scheme.is_pipelined:
                 self._group.pull(index)
-        compute_until(backward + self._real(self._trace.backward_s))
+        compute_until(backward + backward_s)
         self._group.pull_all()
-        seconds: float = (time.perf_counter() - started) / self._dilation
-        return seconds
+        return time.perf_counter() - started
 
     def _real(self, seconds: float) -> float:
         return seconds * self._dilation if self._has_compute else 0.0
@@ -322,9 +351,11 @@ def run_replay(plan: ReplayPlan, progress: Progress = lambda _: None) -> tuple[R
     A scheme whose links do not keep pace is timed again with more time dilation (coarse.bench.pace).
 
     Raises:
+        ValueError: If the machine does not have the workers or memory devices of a scheme. Nothing has started then.
         PaceError: If the links of a scheme do not keep pace with the largest dilation either.
-        CoarseError: If a worker dies or answers too late, or a result is wrong.
+        CoarseError: If this host lacks the memory, a worker dies or answers too late, or a result is wrong.
     """
+    check_replay(plan)
     turns: dict[str, list[Paced[_Turn]]] = {scheme: [] for scheme in plan.schemes}
     for turn in range(plan.rounds):
         for scheme in plan.schemes:
@@ -339,44 +370,70 @@ def run_replay(plan: ReplayPlan, progress: Progress = lambda _: None) -> tuple[R
     return tuple(_result(plan, scheme, turns[scheme]) for scheme in plan.schemes)
 
 
+def check_replay(plan: ReplayPlan) -> None:
+    """Refuses what cannot run, before anything starts.
+
+    Raises:
+        ValueError: If the machine does not have the workers or memory devices of a scheme.
+        BenchError: If this host lacks the memory.
+    """
+    for scheme in plan.schemes:
+        require_links(scheme, plan.num_workers, {**_settings(plan), **SCHEMES[scheme].settings})
+    require_room(plan.trace, plan.num_workers)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Turn:
     """Seconds of each step of the slowest worker, in emulated time, and the decisions of all workers."""
 
     seconds: np.ndarray[Any, np.dtype[np.float64]]
+    alone: np.ndarray[Any, np.dtype[np.float64]]
     decisions: tuple[str, ...]
-    ways: str
+    ways_by_size: Mapping[int, str]
 
 
 def _take_turn(plan: ReplayPlan, scheme: str, time_dilation: float) -> Paced[_Turn]:
     plan = replace(plan, time_dilation=time_dilation)
     with _pool(plan, scheme) as pool:
         decisions = tuple(line for answer in pool.ask("verify") for line in answer)
-        ways = pool.ask("ways")[0]
+        ways = {int(nbytes): way for nbytes, way in pool.ask("ways_by_size")[0].items()}
         before = PacingReport(**pool.ask("pacing")[0])
-        seconds = slowest_worker(
-            pool.ask("run", time_for(plan.steps, stretch=plan.time_dilation), steps=plan.steps)
-        )
+        seconds = _seconds(pool, plan, plan.steps, has_compute=plan.has_compute)
+        alone = _seconds(pool, plan, plan.alone_steps, has_compute=False) if plan.alone_steps else seconds[:0]
         late_us = lateness_us(before, PacingReport(**pool.ask("pacing")[0]), plan.time_dilation)
-    step_s = float(np.median(seconds))
-    measured_s = max(step_s - plan.compute_s, _LEAST_BLOCKED * step_s)
+    measured_s = min([_measured_s(plan, float(np.median(seconds))), *alone])
     return Paced(
-        value=_Turn(seconds=seconds, decisions=decisions, ways=ways),
+        value=_Turn(seconds=seconds, alone=alone, decisions=decisions, ways_by_size=ways),
         pacing=Pacing(
             lateness_us=late_us, error=late_us * 1e-6 / measured_s, time_dilation=plan.time_dilation
         ),
     )
 
 
+def _seconds(
+    pool: WorkerPool, plan: ReplayPlan, steps: int, *, has_compute: bool
+) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Emulated seconds of each step on its slowest worker."""
+    limit_s = time_for(steps, stretch=plan.time_dilation)
+    return slowest_worker(pool.ask("run", limit_s, steps=steps, has_compute=has_compute))
+
+
+def _measured_s(plan: ReplayPlan, step_s: float) -> float:
+    """The time to which the pacing error relates."""
+    return step_s if plan.measures == STEP else max(step_s - plan.compute_s, _LEAST_BLOCKED * step_s)
+
+
 def _result(plan: ReplayPlan, scheme: str, turns: Sequence[Paced[_Turn]]) -> ReplayResult:
     pacings = [turn.pacing for turn in turns]
     worst = max(pacings, key=lambda pacing: pacing.error)
+    alone = np.concatenate([turn.value.alone for turn in turns])
     return ReplayResult(
         scheme=scheme,
         plan=plan,
         step=Timing.from_seconds(np.concatenate([turn.value.seconds for turn in turns])),
         decisions=turns[-1].value.decisions,
-        ways=turns[-1].value.ways,
+        ways_by_size=turns[-1].value.ways_by_size,
+        alone=Timing.from_seconds(alone) if plan.alone_steps else None,
         pacing=replace(worst, time_dilation=max(pacing.time_dilation for pacing in pacings)),
     )
 
@@ -385,9 +442,17 @@ def _pool(plan: ReplayPlan, scheme: str) -> WorkerPool:
     options = {
         "trace": plan.trace.to_json(),
         "has_compute": plan.has_compute,
+        "known_ways": dict(plan.known_ways),
+        **_settings(plan),
+    }
+    return WorkerPool(scheme, ReplayCommands, plan.num_workers, options)
+
+
+def _settings(plan: ReplayPlan) -> dict[str, Any]:
+    """Fields of coarse.settings.Settings that all schemes share, unless they set them."""
+    return {
         "machine": plan.machine,
         "time_dilation": plan.time_dilation,
         "memory_devices": "0" if plan.partition_table else str(plan.memory_devices),
         "partition_table": plan.partition_table,
     }
-    return WorkerPool(scheme, ReplayCommands, plan.num_workers, options)

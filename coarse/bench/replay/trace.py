@@ -9,14 +9,17 @@ from __future__ import annotations
 import functools
 import json
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
+from coarse.bench.models import NUM_PARAMETERS
 from coarse.schema import ITEM_BYTES, TensorSpec
 
 _FORMAT = "coarse compute trace 1"
@@ -70,7 +73,7 @@ class ComputeTrace:
         source: The machine of the durations, and whether they were measured there.
 
     Raises:
-        ValueError: If it has no events, they are out of order, or a duration is not positive.
+        ValueError: If it has no events, they are out of order, one appears twice, or a duration is not positive.
     """
 
     model: str
@@ -87,6 +90,9 @@ class ComputeTrace:
             raise ValueError(
                 f"compute trace of {self.model}: durations, operations and events must be positive"
             )
+        for name, count in Counter(event.name for event in self.events).items():
+            if count > 1:
+                raise ValueError(f"compute trace of {self.model}: gradient {name} appears twice")
         ready = [event.ready for event in self.events]
         if ready != sorted(ready):
             raise ValueError(
@@ -204,7 +210,7 @@ def load_trace(model: str) -> ComputeTrace:
     """The trace of `model` included in COARSE.
 
     Raises:
-        ValueError: If there is none; names the available ones.
+        ValueError: If there is none; names the available ones. If its file is wrong or lacks a layer; names the file.
     """
     directory = files("coarse.bench.replay") / "traces"
     known = sorted(
@@ -212,7 +218,29 @@ def load_trace(model: str) -> ComputeTrace:
     )
     if model not in known:
         raise ValueError(f"there is no compute trace of {model!r}, only of {', '.join(known)}")
-    return ComputeTrace.from_json((directory / f"{model}.json").read_text(encoding="utf-8"))
+    return read_trace(Path(str(directory / f"{model}.json")))
+
+
+def read_trace(file: Path) -> ComputeTrace:
+    """Reads a trace, which has to hold each parameter of a model of coarse.bench.models.
+
+    Raises:
+        ValueError: If it cannot be read, or lacks a layer; names the file, and the line of JSON that is none.
+    """
+    try:
+        trace = ComputeTrace.from_json(file.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file}:{error.lineno}: {error.msg}") from None
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
+    found = sum(event.num_elements for event in trace.events)
+    expected = NUM_PARAMETERS.get(trace.model, found)
+    if found != expected:
+        raise ValueError(
+            f"{file}: gradients of {found} parameters, but {trace.model} has {expected}: a layer is missing or has "
+            "another size. Record the step again"
+        )
+    return trace
 
 
 def record_trace(

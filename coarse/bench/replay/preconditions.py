@@ -1,0 +1,51 @@
+"""Checks, before any process starts, that a machine can run a scheme, and this host the job."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from coarse.bench.harness.job_memory import require_memory
+from coarse.bench.replay.trace import ComputeTrace
+from coarse.emulation.machine import choose_emulation
+from coarse.machine.partition_table import choose_partition_table
+
+
+def require_links(scheme: str, num_workers: int, settings: Mapping[str, Any]) -> None:
+    """Refuses workers and memory devices that the machine does not have.
+
+    Args:
+        scheme: Its name, for the error.
+        num_workers: Number of workers.
+        settings: As of the scheme's workers: machine, time_dilation, memory_devices, partition_table, dense.
+
+    Raises:
+        ValueError: If there is one worker only, a file is wrong, or the machine has too few places.
+    """
+    if num_workers < 2:
+        raise ValueError("one worker has nothing to synchronise: replay at least two (--workers)")
+    try:
+        table = choose_partition_table(
+            settings["partition_table"], num_workers=num_workers, devices=int(settings["memory_devices"])
+        )
+        choose_emulation(
+            settings["machine"],
+            table,
+            time_dilation=settings["time_dilation"],
+            dense=settings.get("dense", ""),
+        )
+    except ValueError as error:
+        raise ValueError(f"scheme {scheme}: {error}") from None
+
+
+def require_room(trace: ComputeTrace, num_workers: int) -> None:
+    """Refuses a model whose gradients do not fit into this host's memory, where those of all workers lie.
+
+    Raises:
+        BenchError: If they do not fit.
+    """
+    require_memory(
+        num_workers * trace.nbytes,
+        f"{num_workers} workers that replay {trace.model} push gradients of",
+        "Choose a smaller model or fewer workers.",
+    )
