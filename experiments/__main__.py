@@ -2,6 +2,7 @@
 
 python -m experiments                                        # all except ON_DEMAND
 python -m experiments fig15_routing --quick --results /some/folder
+python -m experiments --compare FOLDER FOLDER                # whether two runs have the same results
 
 Experiments with results of this commit and machine are not run again, so that a second call goes on where the first
 one ended.
@@ -14,10 +15,23 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 
 from coarse.cli.arguments import folder_to_write
 from coarse.errors import CoarseError
-from experiments.common import Experiment, Options, is_finished, run_experiment, write_tables
+from experiments.common import (
+    BASES_BEGIN,
+    BASES_END,
+    FOLDER,
+    Experiment,
+    Options,
+    bases_lines,
+    is_finished,
+    replace_table,
+    run_experiment,
+    write_tables,
+)
+from experiments.fig02_communication_share.run import EXPERIMENT as FIG02
 from experiments.fig08_bandwidth_matrix.run import EXPERIMENT as FIG08
 from experiments.fig09_timeline.run import EXPERIMENT as FIG09
 from experiments.fig10_deadlock.run import EXPERIMENT as FIG10
@@ -28,26 +42,33 @@ from experiments.fig16_largest_batch.run import EXPERIMENT as FIG16_BATCH
 from experiments.fig16_training_time.run import EXPERIMENT as FIG16_TIME
 from experiments.fig17_blocked_time.run import EXPERIMENT as FIG17
 from experiments.recovery.run import EXPERIMENT as RECOVERY
+from experiments.repeatability import compare_folders
 from experiments.switch_over.run import EXPERIMENT as SWITCH_OVER
 
-EXPERIMENTS = (FIG08, FIG09, FIG10, FIG13, FIG14, FIG15, FIG16_TIME, FIG17, SWITCH_OVER)
-"""FIG16_TIME and FIG17 share their replays within a process."""
+EXPERIMENTS = (FIG02, FIG08, FIG09, FIG10, FIG13, FIG14, FIG15, FIG16_TIME, FIG17, SWITCH_OVER)
+"""Within a process, FIG16_TIME and FIG17 share their replays, and FIG08, FIG09, FIG14, FIG15 and SWITCH_OVER the
+profiles of machines; the first of them takes the time."""
 
 ON_DEMAND = (FIG16_BATCH, RECOVERY)
 """Run only if named: FIG16_BATCH needs its own control group, and both take longer than all others together."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the experiments, each also if another one has failed.
+    """Runs the experiments, each also if another one has failed, or compares the results of two runs.
 
     Returns:
-        0, or 1 if an experiment failed. Results that differ from the paper are not failures.
+        0, or 1 if an experiment failed or a value has moved. Results that differ from the paper are not failures.
     """
     every = (*EXPERIMENTS, *ON_DEMAND)
     arguments = _parse(argv)
+    if arguments.compare:
+        return compare_folders(*arguments.compare)
     names = arguments.names or [experiment.name for experiment in EXPERIMENTS]
     chosen = [each for each in every if each.name in names]
     failures = {}
+    print(
+        f"{len(chosen)} experiments, about {sum(each.minutes for each in chosen):.0f} minutes on two quiet cores"
+    )
     for each in chosen:
         options = _options(each, arguments)
         if not arguments.again and is_finished(each, options):
@@ -57,6 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             failures[each.name] = error
     if arguments.results is None:
         write_tables([each for each in chosen if each.name not in failures])
+        replace_table(FOLDER / "README.md", bases_lines(every), (BASES_BEGIN, BASES_END))
     for name, error in failures.items():
         print(f"FAILED: {name}: {error}", file=sys.stderr)
     print(f"{len(chosen) - len(failures)} of {len(chosen)} experiments have results")
@@ -82,6 +104,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--results", type=folder_to_write, metavar="FOLDER", help="write results below it, no tables"
     )
+    parser.add_argument(
+        "--compare",
+        type=Path,
+        nargs=2,
+        metavar="FOLDER",
+        help="run nothing; compare the results below two folders, as --results writes them",
+    )
     arguments = parser.parse_args(argv)
     unknown = sorted(set(arguments.names) - set(names))
     if unknown:
@@ -102,7 +131,7 @@ def _run(experiment: Experiment, options: Options) -> str:
     Returns:
         The error if it failed; "" otherwise.
     """
-    print(f"{experiment.figure}: {experiment.name}", flush=True)
+    print(f"{experiment.figure}: {experiment.name}, about {experiment.minutes:g} min", flush=True)
     begin = time.monotonic()
     try:
         outcome = run_experiment(experiment, options)

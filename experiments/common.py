@@ -32,6 +32,7 @@ DIFFERS = "differs"
 """Verdict of a row with a check that is not WITHIN; the experiment's README gives the reason."""
 
 TABLE_BEGIN, TABLE_END = "<!-- results -->", "<!-- end of results -->"
+BASES_BEGIN, BASES_END = "<!-- bases -->", "<!-- end of bases -->"
 _DIRTY = "-dirty"  # the end of a commit with uncommitted changes
 _TABLE_HEAD = "| figure | what is run here | expected | what came out | verdict | kind |"
 
@@ -146,16 +147,22 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experiment:
-    """An experiment: its folder, and how to run it.
+    """An experiment: its folder, what it rests on, and how to run it.
 
     Args:
         name: Name of its folder.
         figure: The paper's figure, e.g. "Fig 8".
+        machines: Names of the machine files, or "host" for this machine.
+        assumption: What its values depend on most and the paper does not give.
+        minutes: Duration on two cores.
         run: Runs the experiment.
     """
 
     name: str
     figure: str
+    machines: tuple[str, ...]
+    assumption: str
+    minutes: float
     run: Callable[[Options], Outcome]
 
     @property
@@ -175,7 +182,10 @@ def provenance() -> Provenance:
 def _has_changed_code() -> bool:
     written = (":!experiments/README.md", ":!experiments/*/README.md", ":!experiments/*/results/*")
     command = ["git", "diff", "--quiet", "HEAD", "--", ":/", *written]
-    return subprocess.run(command, cwd=FOLDER.parent, check=False).returncode != 0
+    try:
+        return subprocess.run(command, cwd=FOLDER.parent, check=False).returncode != 0
+    except OSError:  # no git, as in containers
+        return True
 
 
 def run_experiment(experiment: Experiment, options: Options) -> Outcome:
@@ -275,17 +285,28 @@ def table_lines(results: Sequence[Mapping[str, Any]], *, is_index: bool = False)
     return [*lines, "", f"Of commit {'; '.join(commits)}.{_pacing_words(results)}"]
 
 
-def replace_table(readme: Path, lines: Sequence[str]) -> None:
-    """Replaces the lines between the marks of a README.
+def bases_lines(experiments: Sequence[Experiment]) -> list[str]:
+    """A Markdown table of what each experiment rests on."""
+    rows = []
+    for each in experiments:
+        figure = f"[{each.figure}]({each.name}/README.md)"
+        rows.append(f"| {figure} | {', '.join(each.machines)} | {each.assumption} | {each.minutes:g} |")
+    return ["| figure | machine files | depends most on | minutes |", "|---|---|---|---|", *rows]
+
+
+def replace_table(
+    readme: Path, lines: Sequence[str], marks: tuple[str, str] = (TABLE_BEGIN, TABLE_END)
+) -> None:
+    """Replaces the lines between two marks of a README.
 
     Raises:
         ValueError: If the marks are missing or out of order.
     """
     text = readme.read_text(encoding="utf-8")
-    before, begin, rest = text.partition(TABLE_BEGIN)
-    _, end, after = rest.partition(TABLE_END)
+    before, begin, rest = text.partition(marks[0])
+    _, end, after = rest.partition(marks[1])
     if not begin or not end:
-        raise ValueError(f"{readme}: needs a line {TABLE_BEGIN} and a later one {TABLE_END}")
+        raise ValueError(f"{readme}: needs a line {marks[0]} and a later one {marks[1]}")
     readme.write_text("\n".join([before + begin, *lines, end + after]), encoding="utf-8")
 
 

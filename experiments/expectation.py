@@ -85,6 +85,30 @@ class Measured:
         """A value without a spread, such as a count."""
         return cls(value=value, low=value, high=value)
 
+    def over(self, other: Measured) -> Measured:
+        """The quotient of two positive values, and the range of the quotients in their spreads."""
+        return Measured(value=self.value / other.value, low=self.low / other.high, high=self.high / other.low)
+
+    def times(self, factor: float) -> Measured:
+        """All numbers times a positive factor."""
+        return Measured(value=self.value * factor, low=self.low * factor, high=self.high * factor)
+
+    def shifted(self, by: float) -> Measured:
+        """All numbers plus `by`."""
+        return Measured(value=self.value + by, low=self.low + by, high=self.high + by)
+
+    def percent_more(self) -> Measured:
+        """A quotient as the per cent by which it exceeds 1."""
+        return self.shifted(-1).times(100)
+
+    @classmethod
+    def spanning(cls, middle: Measured, others: Sequence[Measured]) -> Measured:
+        """The middle one's value, with the range of all."""
+        every = (middle, *others)
+        return cls(
+            value=middle.value, low=min(each.low for each in every), high=max(each.high for each in every)
+        )
+
     @classmethod
     def median_of(cls, values: Sequence[float]) -> Measured:
         """The median of repeats."""
@@ -160,12 +184,17 @@ class CategoryCheck:
 Check = NumberCheck | CategoryCheck
 
 
-def judge_all(expectation: Expectation, values: Sequence[float]) -> NumberCheck:
-    """Holds the value of every place to an expectation, by that which is furthest off."""
+def judge_all(expectation: Expectation, values: Sequence[float], *, uncertainty: float = 0.0) -> NumberCheck:
+    """Holds the value of every place to an expectation, by that which is furthest off.
+
+    Args:
+        expectation: Of each place.
+        values: Positive; of all places.
+        uncertainty: Relative uncertainty of each value, which widens their range.
+    """
+    low, high = min(values) * (1 - uncertainty), max(values) * (1 + uncertainty)
     furthest = expectation.furthest(values)
-    return NumberCheck(
-        expectation=expectation, measured=Measured(value=furthest, low=min(values), high=max(values))
-    )
+    return NumberCheck(expectation=expectation, measured=Measured(value=furthest, low=low, high=high))
 
 
 def judge_number(expectation: Expectation, value: float) -> NumberCheck:

@@ -20,6 +20,7 @@ from coarse.profiler.routing import RoutingTable
 from coarse.session import Session
 from coarse.settings import Settings
 from coarse.tuning.measure import MeasurePlan, measure_profile
+from experiments.quiet import require_quiet
 
 T = TypeVar("T")
 
@@ -55,9 +56,12 @@ def get_profile(machine: str, *, is_quick: bool = False) -> Profile:
 
     Raises:
         PaceError: If this host cannot emulate the machine's links in time.
+        BusyMachineError: If other work takes this host's processors, unless it is a quick run.
         ValueError: If the machine or its table does not exist.
     """
     if machine == HOST:
+        if not is_quick:
+            require_quiet("profile of this machine")
         return measure(2, {"memory_devices": 2}, hurried(HOST_PLAN, is_quick))[0]
     return get_paced_profile(machine, is_quick=is_quick).value
 

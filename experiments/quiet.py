@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import psutil
 
 from coarse.bench.harness.commands import BenchError
@@ -27,7 +32,44 @@ def require_quiet(what: str, *, most_busy: float = MOST_BUSY, sample_s: float = 
     Raises:
         BusyMachineError: If other work takes more.
     """
-    busy = psutil.cpu_percent(interval=sample_s) / 100
+    _refuse(what, psutil.cpu_percent(interval=sample_s) / 100, most_busy)
+
+
+@contextmanager
+def quiet_throughout(what: str, *, most_busy: float = MOST_BUSY) -> Iterator[None]:
+    """Refuses the measurement within the context if other work took the processors meanwhile.
+
+    The measurement's own work is that of this process, and of child processes that have ended in the context.
+
+    Args:
+        what: The measurement, for the error.
+        most_busy: Largest accepted share of the processors' time; infinite to accept all.
+
+    Raises:
+        BusyMachineError: At the end, if other work took more.
+    """
+    began_s, all_before_s, own_before_s = time.monotonic(), _busy_s(), _own_s()
+    yield
+    others_s = (_busy_s() - all_before_s) - (_own_s() - own_before_s)
+    available_s = (time.monotonic() - began_s) * (psutil.cpu_count() or 1)
+    _refuse(what, others_s / available_s, most_busy)
+
+
+def _busy_s() -> float:
+    """Seconds that all processors together have worked since the start of the machine."""
+    times = psutil.cpu_times()
+    return float(
+        sum(times) - times.idle - times.iowait - times.guest - times.guest_nice
+    )  # guests count as users
+
+
+def _own_s() -> float:
+    """Seconds that this process, and its child processes that have ended, have worked."""
+    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+def _refuse(what: str, busy: float, most_busy: float) -> None:
     if busy > most_busy:
         raise BusyMachineError(
             f"{what}: other work takes {busy:.0%} of this machine's processors; at most {most_busy:.0%} is accepted. "

@@ -1,22 +1,25 @@
 """Training steps of the paper's machines (Figures 16 and 17): real synchronisation on emulated links.
 
 The paper gives no computing times. A worker's speed is therefore assumed, as a share of its GPU's peak in float32,
-and every figure is given over a range of shares. A process runs each replay once.
+and every figure is given over a range of shares. A process runs each replay once, and measures the fastest way of an
+all-reduce once for each machine and size.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from matplotlib.axes import Axes
 
-from coarse.bench.replay.driver import ReplayPlan, ReplayResult, run_replay
+from coarse.bench.replay.driver import BLOCKED, SCHEMES, STEP, ReplayPlan, ReplayResult, run_replay
 from coarse.bench.replay.trace import PEAK_TFLOPS, ComputeTrace, load_trace
 from coarse.machine.catalogue import load_machine
 from coarse.machine.partition_table import PartitionTable
 from coarse.profiler.figures import COLOURS, HATCHES
 from experiments.expectation import Measured
+from experiments.quiet import MOST_BUSY, quiet_throughout
 
 COARSE, ALL_REDUCE, RING, DENSE, LEAST_DENSE = "coarse", "workers", "allreduce", "dense", "dense-least"
 """Schemes of `coarse bench replay`. ALL_REDUCE takes the algorithm that is measured as the fastest for each size on
@@ -26,11 +29,22 @@ LABELS = {COARSE: "COARSE", ALL_REDUCE: "AllReduce", RING: "AllReduce, one-way r
 SHARES = (0.3, 0.5, 0.7)
 """Assumed sustained shares of the peak: the middle one gives the figures' values, the others their ranges."""
 
+VARIED = (("bert-large", 2), ("resnet50", 64))
+"""The paper's models and batches (V-D)."""
+
 TIME_DILATION = 10.0
+STEP_TIME_DILATION = 5.0
+"""For steps that hardly block: their links are mostly idle."""
+
 DENSE_TIME_DILATION = 1.0
 """DENSE's links are so slow that the host keeps up without dilation."""
 
+_DILATIONS = {BLOCKED: TIME_DILATION, STEP: STEP_TIME_DILATION}
+
 _done: dict[tuple[str, Case, float], ReplayResult] = {}
+_fastest_ways: dict[
+    tuple[str, tuple[int, ...], int], dict[int, str]
+] = {}  # by machine, its workers' GPUs, workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +56,14 @@ class Case:
         model: Name of a compute trace.
         batch: Samples of one worker.
         partition_table: Roles of the GPUs; by default the machine's own.
+        measures: STEP if the backward pass hides nearly all synchronisation.
     """
 
     machine: str
     model: str
     batch: int
     partition_table: str = ""
+    measures: str = BLOCKED
 
     @property
     def table(self) -> PartitionTable:
@@ -59,9 +75,14 @@ class Case:
         return load_machine(self.machine).topology.gpu
 
     def shares(self, *, is_quick: bool) -> tuple[float, ...]:
-        """Shares of the peak at which the case runs: all for BERT at 1:1, otherwise the middle one alone."""
-        is_varied = self.model == "bert-large" and self.batch == 2 and not self.partition_table
+        """Shares of the peak at which the case runs: all for VARIED at 1:1, otherwise the middle one alone."""
+        is_varied = (self.model, self.batch) in VARIED and not self.partition_table
         return SHARES if is_varied and not is_quick else SHARES[1:2]
+
+    def under(self, scheme: str) -> Case:
+        """The same job, without its table where the scheme uses no memory device of it: other tables share it."""
+        own = replace(self, partition_table="")
+        return own if scheme != COARSE and own.table.worker_gpus == self.table.worker_gpus else self
 
     def trace(self, share: float) -> ComputeTrace:
         """The computation at this share of the GPU's peak."""
@@ -76,43 +97,76 @@ class Case:
 
 
 def replay(
-    case: Case, scheme: str, share: float, *, steps: int = 3, progress: Callable[[str], None]
+    case: Case,
+    scheme: str,
+    share: float,
+    *,
+    steps: int = 3,
+    is_quick: bool = False,
+    progress: Callable[[str], None],
 ) -> ReplayResult:
     """A replay of a case under a scheme of `coarse bench replay`, at an assumed share of the GPU's peak.
 
     Raises:
+        BusyMachineError: If other work took this host's processors meanwhile, unless it is a quick run.
         CoarseError: If it fails.
     """
+    case = case.under(scheme)
     key = (scheme, case, share)
     if key not in _done:
         is_dense = scheme in (DENSE, LEAST_DENSE)
-        plan = ReplayPlan(
-            schemes=(scheme,),
-            trace=case.trace(share),
-            machine=case.machine,
-            num_workers=case.table.num_workers,
-            partition_table=case.partition_table or case.machine,
-            time_dilation=DENSE_TIME_DILATION if is_dense else TIME_DILATION,
-            steps=1 if is_dense else steps,
-        )
         progress(f"{case}: {scheme} at {share:.0%} of the peak")
-        (_done[key],) = run_replay(plan)
+        _done[key] = run_tuned(
+            ReplayPlan(
+                schemes=(scheme,),
+                trace=case.trace(share),
+                machine=case.machine,
+                num_workers=case.table.num_workers,
+                partition_table=case.partition_table or case.machine,
+                time_dilation=DENSE_TIME_DILATION if is_dense else _DILATIONS[case.measures],
+                measures=case.measures,
+                steps=1 if is_dense else steps,
+            ),
+            is_quick=is_quick,
+        )
     return _done[key]
 
 
-def blocked_ms(result: ReplayResult) -> Measured:
-    """Time in which a step waits for its gradients, in milliseconds, with the spread of the steps."""
-    compute_us = result.step.p50_us - result.blocked_us
-    value, low, high = (
-        (step_us - compute_us) / 1e3
-        for step_us in (result.step.p50_us, result.step.min_us, result.step.p99_us)
+def run_tuned(plan: ReplayPlan, *, is_quick: bool) -> ReplayResult:
+    """Replays one scheme with the ways of an all-reduce that this process has measured on the same links.
+
+    Raises:
+        BusyMachineError: If other work took this host's processors meanwhile, unless it is a quick run.
+        CoarseError: If it fails.
+    """
+    workers = PartitionTable.load(plan.partition_table).worker_gpus if plan.partition_table else ()
+    known = _fastest_ways.setdefault((plan.machine, workers, plan.num_workers), {})
+    what = f"{plan.schemes[0]} on {plan.machine}"
+    with quiet_throughout(what, most_busy=math.inf if is_quick else MOST_BUSY):
+        (result,) = run_replay(replace(plan, known_ways=dict(known)))
+    if len(SCHEMES[result.scheme].ways) > 1:
+        known |= result.ways_by_size
+    return result
+
+
+def step_ms(result: ReplayResult) -> Measured:
+    """Duration of a step in milliseconds, with the spread of the steps and the average delay of arrivals."""
+    late_us, step = result.pacing.lateness_us, result.step
+    return Measured(
+        value=step.p50_us / 1e3, low=(step.min_us - late_us) / 1e3, high=(step.p99_us + late_us) / 1e3
     )
+
+
+def blocked_ms(result: ReplayResult) -> Measured:
+    """Time in which a step waits for its gradients, in milliseconds, at least 0.001; spread as in step_ms()."""
+    step, compute_ms = step_ms(result), (result.step.p50_us - result.blocked_us) / 1e3
+    value, low, high = (max(1e-3, each - compute_ms) for each in (step.value, step.low, step.high))
     return Measured(value=value, low=low, high=high)
 
 
-def over_shares(values: Sequence[float]) -> Measured:
+def over_shares(values: Sequence[Measured]) -> Measured:
     """The value at the middle share, and the range over all of SHARES."""
-    return Measured(value=values[len(values) // 2], low=min(values), high=max(values))
+    return Measured.spanning(values[len(values) // 2], values)
 
 
 def draw_bar(axes: Axes, number: int, position: int, scheme: str, measured: Measured, text: str) -> None:
@@ -128,6 +182,14 @@ def draw_bar(axes: Axes, number: int, position: int, scheme: str, measured: Meas
         ec="white",
     )
     axes.bar_label(bars, [text], fontsize=7, padding=2)
+
+
+def draw_paper(axes: Axes, number: int, position: int, low: float, high: float) -> None:
+    """Marks the paper's range over the bar of one of three schemes at a case's position."""
+    middle = position + 0.27 * (number - 1)
+    for index, value in enumerate(dict.fromkeys((low, high))):
+        label = "the paper's COARSE" if position == index == 0 else None
+        axes.plot([middle - 0.15, middle + 0.15], [value, value], color="black", lw=1.5, label=label)
 
 
 def name_cases(axes: Axes, names: Sequence[str]) -> None:

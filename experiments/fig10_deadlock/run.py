@@ -265,7 +265,14 @@ def _draw_times(axes: Axes, runs: Sequence[Run], scheduling: str, style: Mapping
     axes.plot(positions, [each.seconds * 1e3 for each in runs], label=LABELS[scheduling], **marks)
 
 
-EXPERIMENT = Experiment(name="fig10_deadlock", figure="Fig 10", run=run)
+EXPERIMENT = Experiment(
+    name="fig10_deadlock",
+    figure="Fig 10",
+    machines=("host",),
+    assumption="nothing: deadlocks are counted",
+    minutes=1,
+    run=run,
+)
 
 if __name__ == "__main__":
     raise SystemExit(main(EXPERIMENT))

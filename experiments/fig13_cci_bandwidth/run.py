@@ -136,7 +136,14 @@ def _draw_direction(axes: Axes, direction: str) -> None:
     axes.legend(fontsize="x-small")
 
 
-EXPERIMENT = Experiment(name="fig13_cci_bandwidth", figure="Fig 3, 13", run=run)
+EXPERIMENT = Experiment(
+    name="fig13_cci_bandwidth",
+    figure="Fig 3, 13",
+    machines=("aws-p3",),
+    assumption="the paper's ratios, of which DENSE's links are made: the row checks the emulation",
+    minutes=0.5,
+    run=run,
+)
 
 if __name__ == "__main__":
     raise SystemExit(main(EXPERIMENT))

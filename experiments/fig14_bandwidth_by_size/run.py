@@ -49,7 +49,14 @@ def run(options: Options) -> Outcome:
     )
 
 
-EXPERIMENT = Experiment(name="fig14_bandwidth_by_size", figure="Fig 14", run=run)
+EXPERIMENT = Experiment(
+    name="fig14_bandwidth_by_size",
+    figure="Fig 14",
+    machines=("aws-g4dn", "aws-p3", "sdsc-p100", "host"),
+    assumption="latencies of the machine files",
+    minutes=0.1,
+    run=run,
+)
 
 if __name__ == "__main__":
     raise SystemExit(main(EXPERIMENT))

@@ -224,7 +224,14 @@ def draw(case: Case, found: dict[str, Trial | None]) -> Figure:
     return figure
 
 
-EXPERIMENT = Experiment(name="fig16_largest_batch", figure="Fig 16", run=run)
+EXPERIMENT = Experiment(
+    name="fig16_largest_batch",
+    figure="Fig 16",
+    machines=("host",),
+    assumption="a limit of memory that stands for a GPU's",
+    minutes=15,
+    run=run,
+)
 
 if __name__ == "__main__":
     raise SystemExit(main(EXPERIMENT))

@@ -224,7 +224,14 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
 
 
-EXPERIMENT = Experiment(name="recovery", figure="Recovery", run=run)
+EXPERIMENT = Experiment(
+    name="recovery",
+    figure="Recovery",
+    machines=("host",),
+    assumption="this machine's processors and disk",
+    minutes=6,
+    run=run,
+)
 
 if __name__ == "__main__":
     sys.exit(main(EXPERIMENT))

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from coarse.bench.harness.rendezvous import SessionCommands
 from coarse.bench.harness.worker_pool import COMMAND_TIMEOUT_S, WorkerPool
@@ -27,7 +28,7 @@ from coarse.profiler.routing import RoutingTable
 from coarse.profiler.switchover import SwitchOver, compare_crossings, measure_crossing, predict_crossing
 from coarse.schema import TensorSpec
 from experiments.common import Experiment, Finding, Options, Outcome, main
-from experiments.expectation import PREDICTED, CategoryCheck, Check, Expectation, judge_number
+from experiments.expectation import PREDICTED, CategoryCheck, Check, Expectation, Measured, NumberCheck
 from experiments.profiles import get_profile, links_of, measure_lateness, pacing_as_json, plan_tables
 
 MACHINES = ("aws-p3", "sdsc-p100")
@@ -49,11 +50,17 @@ _WHOLE_TENSORS = 1 << 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timings:
-    """The workers' measurements of the direct all-reduce: its time by algorithm and size."""
+    """The workers' measurements of the direct all-reduce: its time by algorithm and size.
+
+    Args:
+        curves: Medians of the repeats.
+        repeats: The curves of each repeat.
+    """
 
     machine: str
     num_workers: int
     curves: Mapping[str, Curve]
+    repeats: tuple[Mapping[str, Curve], ...] = ()
 
     def crossing(self, small: str, large: str, model: Collectives) -> SwitchOver:
         """The size from which `large` is faster, by the model and by the measurements."""
@@ -61,6 +68,11 @@ class Timings:
             predicted_bytes=predict_crossing(model[small], model[large]),
             measured_bytes=measure_crossing(self.curves[small], self.curves[large]),
         )
+
+    def crossings(self, small: str, large: str) -> list[float]:
+        """The sizes from which `large` is faster, of those repeats that have one."""
+        found = (measure_crossing(curves[small], curves[large]) for curves in self.repeats)
+        return [nbytes for nbytes in found if nbytes]
 
 
 # ---- workers ----
@@ -93,21 +105,31 @@ def _time_direct_allreduce(machine: str, repeats: int, time_dilation: float) -> 
     seconds = np.array([of_worker for of_worker, _ in answers]) / time_dilation
     late_us = answers[0][1]
     # The last worker to push waited for no other: the shortest time of all workers is the links' time.
-    fastest_us = np.median(seconds.min(axis=0), axis=0) * 1e6
-    curves = {
-        way: Curve(
-            points=tuple(CurvePoint(nbytes=n, time_us=us) for n, us in zip(SIZES, of_way, strict=True))
-        )
-        for way, of_way in zip(WAYS, fastest_us.tolist(), strict=True)
-    }
+    repeats_us = seconds.min(axis=0) * 1e6
+    fastest_us = np.median(repeats_us, axis=0)
     return Paced(
-        value=Timings(machine=machine, num_workers=num_workers, curves=curves),
+        value=Timings(
+            machine=machine,
+            num_workers=num_workers,
+            curves=_curves(fastest_us),
+            repeats=tuple(map(_curves, repeats_us)),
+        ),
         pacing=Pacing(
             lateness_us=late_us,
             error=late_us / float(fastest_us.min()),
             time_dilation=time_dilation,
         ),
     )
+
+
+def _curves(times_us: NDArray[np.float64]) -> dict[str, Curve]:
+    """The curve of each way, from its times by way and size."""
+    return {
+        way: Curve(
+            points=tuple(CurvePoint(nbytes=n, time_us=us) for n, us in zip(SIZES, of_way, strict=True))
+        )
+        for way, of_way in zip(WAYS, times_us.tolist(), strict=True)
+    }
 
 
 class DirectAllreduceCommands(SessionCommands):
@@ -149,7 +171,23 @@ def compare_proxies(profile: Profile, tables: Sequence[RoutingTable]) -> tuple[F
     curves = profile.both_at_once(0)
     crossing = compare_crossings(curves[table.lat_proxy], curves[table.bw_proxy])
     largest = curves[table.lat_proxy].points[-1].nbytes
-    return _finding(ran, crossing, profile.kind, largest), _data(machine, ran, crossing, profile.kind)
+    ends = _uncertain_crossings(curves[table.lat_proxy], curves[table.bw_proxy])
+    return _finding(ran, crossing, profile.kind, largest, ends), _data(machine, ran, crossing, profile.kind)
+
+
+def _uncertain_crossings(small: Curve, large: Curve) -> list[float]:
+    """The crossings of two curves that are off by their uncertainties, in opposite directions."""
+    found = (measure_crossing(_off(small, sign), _off(large, -sign)) for sign in (-1, 1))
+    return [nbytes for nbytes in found if nbytes]
+
+
+def _off(curve: Curve, sign: int) -> Curve:
+    return Curve(
+        points=tuple(
+            replace(point, time_us=max(point.time_us + sign * point.spread_us, point.time_us / 2))
+            for point in curve.points
+        )
+    )
 
 
 def compare_ways(timings: Timings, model: Collectives) -> tuple[list[Finding], list[dict[str, Any]]]:
@@ -160,7 +198,8 @@ def compare_ways(timings: Timings, model: Collectives) -> tuple[list[Finding], l
             continue
         ran = f"{small} to {large} among {timings.num_workers} workers, {timings.machine}"
         crossing = timings.crossing(small, large, model)
-        findings.append(_finding(ran, crossing, EMULATED, SIZES[-1]))
+        ends = timings.crossings(small, large)
+        findings.append(_finding(ran, crossing, EMULATED, SIZES[-1], ends))
         data.append(_data(timings.machine, ran, crossing, EMULATED))
     curves = {
         way: [[p.nbytes, round(p.time_us, 3)] for p in curve.points] for way, curve in timings.curves.items()
@@ -194,12 +233,20 @@ def run(options: Options) -> Outcome:
     return Outcome(findings=findings, data=data, pictures=pictures)
 
 
-def _finding(ran: str, crossing: SwitchOver, kind: str, largest_bytes: int) -> Finding:
-    return Finding(ran=ran, checks=(_check(crossing, largest_bytes),), kind=kind)
+def _finding(
+    ran: str, crossing: SwitchOver, kind: str, largest_bytes: int, ends: Sequence[float] = ()
+) -> Finding:
+    return Finding(ran=ran, checks=(_check(crossing, largest_bytes, ends),), kind=kind)
 
 
-def _check(crossing: SwitchOver, largest_bytes: int) -> Check:
-    """Two sizes are compared as numbers. If one of them does not exist, both are compared in words."""
+def _check(crossing: SwitchOver, largest_bytes: int, ends: Sequence[float] = ()) -> Check:
+    """Two sizes are compared as numbers. If one of them does not exist, both are compared in words.
+
+    Args:
+        crossing: The predicted and the measured size.
+        largest_bytes: Of the tested sizes.
+        ends: Measured sizes of single repeats.
+    """
     if crossing.predicted_bytes and crossing.measured_bytes:
         predicted_kib = crossing.predicted_bytes / 1024
         tolerance = AGREES_WITHIN * predicted_kib
@@ -207,7 +254,9 @@ def _check(crossing: SwitchOver, largest_bytes: int) -> Check:
         expectation = Expectation(
             what="from", low=low, high=high, tolerance=tolerance, unit=unit, source=PREDICTED
         )
-        return judge_number(expectation, crossing.measured_bytes / 1024)
+        sizes = [nbytes / 1024 for nbytes in (crossing.measured_bytes, *ends)]
+        measured = Measured(value=sizes[0], low=min(sizes), high=max(sizes))
+        return NumberCheck(expectation=expectation, measured=measured)
     predicted, measured = (
         _words(size, largest_bytes) for size in (crossing.predicted_bytes, crossing.measured_bytes)
     )
@@ -230,7 +279,14 @@ def _words(nbytes: float | None, largest_bytes: int) -> str:
     return "faster at every size" if nbytes <= SIZES[0] else f"from {format_size(nbytes)} on"
 
 
-EXPERIMENT = Experiment(name="switch_over", figure="S*", run=run)
+EXPERIMENT = Experiment(
+    name="switch_over",
+    figure="S*",
+    machines=("aws-p3", "sdsc-p100"),
+    assumption="latencies of the machine files",
+    minutes=0.8,
+    run=run,
+)
 
 if __name__ == "__main__":
     raise SystemExit(main(EXPERIMENT))

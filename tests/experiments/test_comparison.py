@@ -7,6 +7,9 @@ from dataclasses import replace
 import pytest
 from planning import key_of, profile_of
 
+from coarse.bench.pace import Pacing
+from coarse.bench.replay.driver import ReplayPlan, ReplayResult
+from coarse.bench.timing import Timing
 from coarse.profiler.linked import profile_from_links
 from coarse.profiler.routing import RoutingTable, plan_routing
 from experiments.common import DIFFERS, PAPER_MACHINES
@@ -96,9 +99,9 @@ def test_bandwidths_of_a_machine_that_the_paper_does_not_have_are_told_without_a
 
 
 def test_one_pair_that_differs_is_enough():
-    (check,) = fig08._checks("aws-g4dn", [10.0, 10.0], [10.0, 11.0])
+    (check,) = fig08._checks(profile_of(key_of(machine="aws-g4dn")), [10.0, 10.0], [10.0, 11.0])
     assert check.verdict == HIGHER
-    local, remote = fig08._checks("aws-p3", [9.0, 9.1], [16.0, 12.0])
+    local, remote = fig08._checks(profile_of(key_of(machine="aws-p3")), [9.0, 9.1], [16.0, 12.0])
     assert (local.verdict, remote.verdict) == (WITHIN, LOWER)
 
 
@@ -161,6 +164,25 @@ def test_blocked_time_has_to_be_a_tenth_of_denses_at_most():
 def test_the_algorithms_of_all_reduce_are_told():
     finding = fig17.compare(PANELS["aws-p3"], blocked(9, 10, ways="tree up to 4096 bytes"))
     assert finding.note.endswith("; AllReduce by tree up to 4096 bytes")
+
+
+def test_what_is_hidden_is_told_without_a_verdict():
+    plan = ReplayPlan(schemes=("coarse",), trace=fig17.HIDDEN.trace(0.5), machine="aws-g4dn", num_workers=4)
+    compute_us = 1e6 * plan.compute_s
+    step = Timing(min_us=compute_us, p50_us=compute_us + 700, p99_us=compute_us + 900, iterations=3)
+    pacing = Pacing(lateness_us=100, error=0, time_dilation=5)
+    result = ReplayResult(scheme="coarse", plan=plan, step=step, decisions=(), pacing=pacing)
+    finding = fig17.tell_hidden({fig17.COARSE: result})
+    assert finding.verdict == ""
+    assert finding.note == "COARSE 0.7 (0.001 to 1) ms of a step of 385 ms"
+
+
+def test_each_panel_of_blocked_time_is_drawn_beside_the_papers_range():
+    figure = fig17.draw(fig17.PANELS, {panel.case: blocked(9, 10) for panel in fig17.PANELS})
+    (axes,) = figure.axes
+    assert len(axes.patches) == 3 * len(fig17.PANELS)
+    marks = {round(line.get_ydata()[0], 2) for line in axes.lines if len(line.get_ydata()) == 2}
+    assert marks >= {1.18, 1.2, 0.72, 0.58, 0.8, 0.54, 0.77}
 
 
 def test_the_spread_of_blocked_time_is_that_of_both():

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 
 import pytest
 
-from experiments.quiet import BusyMachineError, require_quiet
+from experiments import quiet
+from experiments.quiet import BusyMachineError, quiet_throughout, require_quiet
 
 
 def test_other_work_is_told_with_its_share():
@@ -19,6 +21,30 @@ def test_other_work_is_told_with_its_share():
                 require_quiet("trial", most_busy=0.01, sample_s=0.5)
         finally:
             busy.kill()
+
+
+def test_other_work_during_a_measurement_is_told():
+    with subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) as busy:
+        try:
+            with (
+                pytest.raises(BusyMachineError, match=r"trial: other work takes \d+% of"),
+                quiet_throughout("trial", most_busy=0.01),
+            ):
+                time.sleep(0.5)
+        finally:
+            busy.kill()
+
+
+def test_the_measurements_own_work_does_not_count(monkeypatch):
+    spins = "import time; end = time.process_time() + 1.0\nwhile time.process_time() < end: pass"
+    told = []
+    monkeypatch.setattr(quiet, "_refuse", lambda what, busy, most_busy: told.append(busy))
+    with quiet_throughout("with its child"):
+        subprocess.run([sys.executable, "-S", "-c", spins], check=True)
+    monkeypatch.setattr(quiet, "_own_s", lambda: 0.0)
+    with quiet_throughout("as if the child were another's"):
+        subprocess.run([sys.executable, "-S", "-c", spins], check=True)
+    assert told[0] < told[1]
 
 
 def test_work_within_the_accepted_share_is_no_error():

@@ -5,13 +5,23 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from coarse.machine.catalogue import load_machine
 from experiments import common
 from experiments.__main__ import EXPERIMENTS, ON_DEMAND
-from experiments.common import TABLE_BEGIN, TABLE_END, Experiment, Finding, Options, Outcome
+from experiments.common import (
+    BASES_BEGIN,
+    BASES_END,
+    TABLE_BEGIN,
+    TABLE_END,
+    Finding,
+    Options,
+    Outcome,
+)
 from experiments.expectation import Expectation, judge_number
 from experiments.fig15_routing.run import EXPERIMENT as FIG15
 
@@ -89,7 +99,7 @@ def test_quick_results_do_not_get_into_the_tables(capsys):
 def test_a_result_that_differs_is_told_and_no_failure(tmp_path, capsys):
     def main(row):
         outcome = Outcome(findings=[row], data=[])
-        experiment = Experiment(name="test", figure="Fig 0", run=lambda options: outcome)
+        experiment = replace(FIG15, name="test", figure="Fig 0", run=lambda options: outcome)
         return common.main(experiment, ["--results", str(tmp_path)])
 
     assert [main(judged(1)), main(finding()), main(judged(3))] == [0, 0, 0]
@@ -114,8 +124,26 @@ def test_every_experiment_is_documented_and_its_committed_results_are_of_a_full_
         assert picture.with_suffix(".svg").exists()
 
 
+def test_the_index_says_what_each_experiment_rests_on():
+    index = (common.FOLDER / "README.md").read_text()
+    _, _, rest = index.partition(BASES_BEGIN)
+    table, end, _ = rest.partition(BASES_END)
+    assert end
+    assert table.strip().splitlines() == common.bases_lines([*EXPERIMENTS, *ON_DEMAND])
+
+
+def test_all_experiments_together_take_less_than_twenty_minutes():
+    assert sum(experiment.minutes for experiment in EXPERIMENTS) < 20
+
+
+@pytest.mark.parametrize("experiment", [*EXPERIMENTS, *ON_DEMAND], ids=lambda experiment: experiment.name)
+def test_an_experiment_names_machines_that_there_are(experiment):
+    for machine in experiment.machines:
+        assert machine == "host" or load_machine(machine).name
+
+
 def test_the_command_line_names_unknown_experiments():
     command = [sys.executable, "-m", "experiments", "fig99"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150)
     assert ended.returncode == 2
-    assert "no experiment is named fig99; there are fig08_bandwidth_matrix" in ended.stderr
+    assert "no experiment is named fig99; there are fig02_communication_share" in ended.stderr

@@ -21,7 +21,14 @@ class Runs:
         self.counts = dict.fromkeys(errors, 0)
         self.errors = errors
         self.experiments = tuple(
-            Experiment(name=name, figure="Fig 0", run=lambda options, name=name: self.run(name))
+            Experiment(
+                name=name,
+                figure="Fig 0",
+                machines=("host",),
+                assumption="nothing",
+                minutes=0.5,
+                run=lambda options, name=name: self.run(name),
+            )
             for name in errors
         )
 
@@ -125,4 +132,9 @@ def test_results_and_tables_alone_do_not_make_a_commit_dirty(tmp_path, monkeypat
         file.write_text("new")
     assert not common._has_changed_code()
     code.write_text("new")
+    assert common._has_changed_code()
+
+
+def test_without_git_the_code_counts_as_changed(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
     assert common._has_changed_code()

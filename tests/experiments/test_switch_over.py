@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from planning import curve_of, path
 
@@ -30,6 +32,17 @@ def test_measured_as_predicted():
     assert findings[0].found == "from 130 KiB on"  # alpha beta N / ((N-1)(N-2)) = 133 kB
     assert findings[2].found == "not faster up to 2 MiB"
     assert {values["kind"] for values in data} == {"emulated"}
+
+
+def test_the_spread_is_that_of_the_repeats():
+    repeats = [
+        timings({**dict.fromkeys(MODEL, 1.0), ALL_TO_ALL: factor}).curves for factor in (0.9, 1.0, 1.1)
+    ]
+    spread = replace(timings(dict.fromkeys(MODEL, 1.0)), repeats=tuple(repeats))
+    findings, _ = compare_ways(spread, MODEL)
+    (check,) = findings[0].checks
+    assert check.measured.low < 0.9 * check.measured.value
+    assert check.measured.high > 1.1 * check.measured.value
 
 
 @pytest.mark.parametrize(("slower", "deviation"), [(ALL_GATHER, "from lower"), (ALL_TO_ALL, "from higher")])

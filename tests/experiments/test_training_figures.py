@@ -8,7 +8,7 @@ import pytest
 from planning import key_of, profile_of
 
 from experiments.common import DIFFERS, WITHIN
-from experiments.expectation import HIGHER, LOWER, OTHER
+from experiments.expectation import HIGHER, LOWER, OTHER, Measured
 from experiments.fig02_communication_share import run as fig02
 from experiments.fig13_cci_bandwidth import run as fig13
 from experiments.fig16_training_time import run as fig16
@@ -40,7 +40,7 @@ def test_the_model_is_drawn_and_kept_as_simulated():
 
 def steps(*, coarse, peer=20.0, dense=100.0, least=100.0, share=0.5):
     by_scheme = {COARSE: coarse, fig16.ALL_REDUCE: peer, DENSE: dense, LEAST_DENSE: least}
-    return fig16.Steps(share=share, by_scheme=by_scheme)
+    return fig16.Steps(share=share, by_scheme={name: Measured.exactly(ms) for name, ms in by_scheme.items()})
 
 
 PANEL_C = next(panel for panel in fig16.PANELS if panel.letter == "c")
@@ -61,10 +61,32 @@ def test_the_range_is_that_of_the_assumed_speeds_and_of_both_slow_downs():
     assert (check.measured.low, check.measured.value, check.measured.high) == pytest.approx((2, 100 / 30, 4))
 
 
+def test_each_panel_is_drawn_beside_the_papers_range():
+    figure = fig16.draw(fig16.PANELS, {panel.case: [steps(coarse=10)] for panel in fig16.PANELS})
+    (axes,) = figure.axes
+    assert len(axes.patches) == 3 * len(fig16.PANELS)
+    marks = {line.get_ydata()[0] for line in axes.lines if len(line.get_ydata()) == 2}
+    assert marks >= {3.3, 4.3, 11.3, 13.3, 3.4, 10.8, 13.8}
+
+
 @pytest.mark.parametrize(("large_ms", "verdict"), [(27, WITHIN), (40, LOWER), (20, HIGHER)])
 def test_a_larger_batch_on_one_node_has_to_pay_as_in_the_paper(large_ms, verdict):
     finding = fig16.compare_one_node([steps(coarse=1, peer=20)], [steps(coarse=large_ms)])
     assert finding.checks[0].verdict == verdict
+
+
+def test_the_range_includes_the_spread_of_the_steps():
+    spread = steps(coarse=10)
+    spread = replace(spread, by_scheme={**spread.by_scheme, COARSE: Measured(value=10, low=8, high=12.5)})
+    (check,) = fig16.compare(PANEL_C, [spread]).checks
+    assert (check.measured.low, check.measured.value, check.measured.high) == pytest.approx((8, 10, 12.5))
+
+
+@pytest.mark.parametrize("scheme", [fig16.ALL_REDUCE, DENSE])
+def test_schemes_without_the_tables_memory_devices_run_once_for_all_tables(scheme):
+    half = Case("aws-p3", "bert-large", 2, "aws-p3-2to1")
+    assert half.under(scheme) == Case("aws-p3", "bert-large", 2)
+    assert half.under(COARSE) == half
 
 
 def test_cases_say_which_job_they_are():
@@ -77,7 +99,7 @@ def test_cases_say_which_job_they_are():
 
 
 def test_the_value_is_that_of_the_middle_speed():
-    measured = over_shares([3.0, 1.0, 2.0])
+    measured = over_shares([Measured.exactly(value) for value in (3.0, 1.0, 2.0)])
     assert (measured.low, measured.value, measured.high) == (1, 1, 3)
     assert sorted(SHARES) == list(SHARES)
 
@@ -88,11 +110,7 @@ def test_the_value_is_that_of_the_middle_speed():
 def shares(model, steps_ms, all_reduce_ms=380.0):
     return [
         fig02.Share(
-            model=model,
-            gpus=gpus,
-            step_ms=step_ms,
-            compute_ms=100.0,
-            all_reduce_ms=all_reduce_ms if gpus == 4 else None,
+            model=model, gpus=gpus, step_ms=step_ms, compute_ms=100.0, all_reduce_ms=all_reduce_ms * gpus / 4
         )
         for gpus, step_ms in zip(fig02.GPU_COUNTS, steps_ms, strict=True)
     ]
@@ -101,11 +119,11 @@ def shares(model, steps_ms, all_reduce_ms=380.0):
 @pytest.mark.parametrize(
     ("steps_ms", "all_reduce_ms", "verdicts"),
     [
-        ((200, 300, 500), 380, (WITHIN, WITHIN)),
-        ((200, 300, 500), 100, (LOWER, WITHIN)),
-        ((200, 300, 500), 480, (HIGHER, WITHIN)),
-        ((200, 300, 200), 152, (WITHIN, OTHER)),
-        ((500, 500, 500), 380, (WITHIN, OTHER)),
+        ((400, 450, 500), 380, (WITHIN, WITHIN)),
+        ((400, 450, 500), 100, (LOWER, WITHIN)),
+        ((400, 450, 500), 480, (HIGHER, WITHIN)),
+        ((100, 100, 200), 152, (WITHIN, OTHER)),
+        ((250, 375, 500), 380, (WITHIN, OTHER)),
     ],
 )
 def test_communication_has_to_grow_to_the_papers_share(steps_ms, all_reduce_ms, verdicts):
@@ -114,9 +132,18 @@ def test_communication_has_to_grow_to_the_papers_share(steps_ms, all_reduce_ms, 
 
 
 def test_one_model_that_does_not_grow_is_enough():
-    finding = fig02.compare_growth([*shares("vgg16", (200, 300, 500)), *shares("alexnet", (300, 200, 310))])
+    finding = fig02.compare_growth([*shares("vgg16", (400, 450, 500)), *shares("alexnet", (200, 400, 500))])
     assert finding.checks[1].verdict == OTHER
     assert "alexnet does not" in finding.found
+
+
+def test_the_largest_share_spans_the_assumed_speeds():
+    of_one = shares("vgg16", (400, 450, 500), 300)
+    others = [replace(of_one[-1], step_ms=step_ms) for step_ms in (400, 600)]
+    measured = (
+        fig02.compare_growth([*of_one, *shares("alexnet", (400, 450, 500), 100)], others).checks[0].measured
+    )
+    assert (measured.low, measured.value, measured.high) == pytest.approx((50, 60, 75))
 
 
 @pytest.mark.parametrize(("all_reduce_ms", "verdict"), [(380, WITHIN), (0.1, DIFFERS)])
@@ -129,10 +156,12 @@ def test_a_step_is_never_more_communication_than_itself():
     (share,) = [each for each in shares("vgg16", (200, 300, 310), 400.0) if each.gpus == 4]
     assert share.busy_percent == 100
     assert replace(share, all_reduce_ms=31.0).busy_percent == pytest.approx(10)
+    assert replace(share, step_ms=99.9).waiting_percent == 0
 
 
 def test_every_model_is_drawn_with_every_number_of_gpus():
     all_shares = [each for model in fig02.BATCHES for each in shares(model, (110, 120, 130), 40.0)]
     left, right = fig02.draw(all_shares).axes
+    assert left.lines[0].get_ydata()[0] == 76
     assert len(left.patches) == len(fig02.BATCHES) * len(fig02.GPU_COUNTS)
     assert len(right.patches) == 2 * len(fig02.BATCHES)
