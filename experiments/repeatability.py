@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from experiments.expectation import CategoryCheck, Check, Measured, check_from_json
+
+Checks = Mapping[tuple[str, int], Check]
+"""Every check of an experiment, by its row and its place there."""
 
 
 def compare_folders(first: Path, second: Path) -> int:
@@ -20,7 +22,7 @@ def compare_folders(first: Path, second: Path) -> int:
 
     Returns:
         0 if all values of both folders are the same within their spread; 1 if one moved; 2 if there is nothing to
-        compare. Results that one folder lacks were refused there, which is no value that moved.
+        compare, or a file is damaged. Results that one folder lacks were refused there, which is no value that moved.
     """
     names = sorted(set(_experiments(first)) & set(_experiments(second)))
     for lacking, other in ((first, second), (second, first)):
@@ -29,23 +31,25 @@ def compare_folders(first: Path, second: Path) -> int:
     if not names:
         print(f"{first} and {second} have no results of the same experiment", file=sys.stderr)
         return 2
-    moved = [line for name in names for line in differences(_load(first, name), _load(second, name))]
+    try:
+        pairs = {name: (_checks(first, name), _checks(second, name)) for name in names}
+    except ValueError as error:
+        print(f"not results of an experiment: {error}", file=sys.stderr)
+        return 2
+    moved = [f"{name}: {line}" for name, pair in pairs.items() for line in differences(*pair)]
     for line in moved:
         print(f"MOVED: {line}")
     print(f"{len(names)} experiments compared, {len(moved)} values moved by more than their spread")
     return 1 if moved else 0
 
 
-def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[str]:
-    """A line for each check of two results.json that moved, and for each that only one of them has."""
-    name = first["experiment"]
-    one, other = (dict(_checks(document["findings"])) for document in (first, second))
-    for key in dict.fromkeys((*one, *other)):
-        where = f"{name}: {key[0]}"
-        if key not in one or key not in other:
-            yield f"{where}: {(one.get(key) or other[key]).found} in one run alone"
-        elif has_moved(one[key], other[key]):
-            yield f"{where}: {one[key].found}, then {other[key].found}"
+def differences(first: Checks, second: Checks) -> Iterator[str]:
+    """A line for each check that moved, and for each that only one run has."""
+    for key in dict.fromkeys((*first, *second)):
+        if key not in first or key not in second:
+            yield f"{key[0]}: {(first.get(key) or second[key]).found} in one run alone"
+        elif has_moved(first[key], second[key]):
+            yield f"{key[0]}: {first[key].found}, then {second[key].found}"
 
 
 def has_moved(first: Check, second: Check) -> bool:
@@ -66,13 +70,6 @@ def last_digit(number: float) -> float:
     return 10.0 ** (math.floor(math.log10(abs(number))) - 2) if number else 0.0
 
 
-def _checks(findings: Sequence[Mapping[str, Any]]) -> Iterator[tuple[tuple[str, int], Check]]:
-    """Every check, by its row and its place there."""
-    for finding in findings:
-        for number, check in enumerate(finding["checks"]):
-            yield (finding["ran"], number), check_from_json(check)
-
-
 def _experiments(folder: Path) -> list[str]:
     """Names of the experiments with results, below the folder or in their `results` folders below it."""
     return [path.parent.name for path in folder.glob("*/results.json")] or [
@@ -80,9 +77,21 @@ def _experiments(folder: Path) -> list[str]:
     ]
 
 
-def _load(folder: Path, name: str) -> Mapping[str, Any]:
+def _checks(folder: Path, name: str) -> Checks:
+    """The checks of an experiment's results.
+
+    Raises:
+        ValueError: If the file is damaged; names it.
+    """
     file = folder / name / "results.json"
     if not file.exists():
         file = folder / name / "results" / "results.json"
-    document: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return document
+    try:
+        findings = json.loads(file.read_text(encoding="utf-8"))["findings"]
+        return {
+            (finding["ran"], number): check_from_json(check)
+            for finding in findings
+            for number, check in enumerate(finding["checks"])
+        }
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{file}: {error!r}") from None

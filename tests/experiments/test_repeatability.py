@@ -91,3 +91,12 @@ def test_the_committed_folders_of_experiments_are_compared_too(tmp_path, capsys)
 def test_folders_without_a_common_experiment_are_an_error(tmp_path, capsys):
     assert main(["--compare", str(tmp_path), str(tmp_path / "none")]) == 2
     assert "have no results of the same experiment" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"findings": [{"ran": "a row"}]}'])
+def test_a_damaged_file_is_named(tmp_path, capsys, text):
+    for folder in ("first", "second"):
+        (tmp_path / folder / "fig99").mkdir(parents=True)
+        (tmp_path / folder / "fig99" / "results.json").write_text(text)
+    assert main(["--compare", str(tmp_path / "first"), str(tmp_path / "second")]) == 2
+    assert f"not results of an experiment: {tmp_path}/first/fig99/results.json: " in capsys.readouterr().err
