@@ -8,11 +8,12 @@ published ones, from few parameters for their computation to many.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 
 from matplotlib.figure import Figure
 
+from coarse.bench.pace import Pacing
 from coarse.bench.replay.driver import STEP, ReplayPlan
 from coarse.bench.replay.trace import PEAK_TFLOPS, load_trace
 from coarse.profiler.figures import COLOURS
@@ -59,6 +60,7 @@ class Share:
         step_ms: The step.
         compute_ms: Its computation.
         all_reduce_ms: AllReduce alone, without computation beside it.
+        pacing: Of both runs.
     """
 
     model: str
@@ -66,6 +68,7 @@ class Share:
     step_ms: float
     compute_ms: float
     all_reduce_ms: float
+    pacing: Pacing
 
     @property
     def waiting_percent(self) -> float:
@@ -110,6 +113,7 @@ def measure_share(
         step_ms=result.step.p50_us / 1e3,
         compute_ms=1e3 * result.plan.compute_s,
         all_reduce_ms=result.alone.min_us / 1e3,
+        pacing=result.pacing,
     )
 
 
@@ -207,7 +211,15 @@ def run(options: Options) -> Outcome:
 
 
 def _as_json(share: Share) -> Mapping[str, object]:
-    return {"batch": BATCHES[share.model], **asdict(share)}
+    return {
+        "model": share.model,
+        "batch": BATCHES[share.model],
+        "gpus": share.gpus,
+        "step_ms": share.step_ms,
+        "compute_ms": share.compute_ms,
+        "all_reduce_ms": share.all_reduce_ms,
+        **share.pacing.as_json(),
+    }
 
 
 def draw(shares: Sequence[Share]) -> Figure:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from planning import key_of, profile_of
 
+from coarse.bench.pace import Pacing
 from experiments.common import DIFFERS, WITHIN
 from experiments.expectation import HIGHER, LOWER, OTHER, Measured
 from experiments.fig02_communication_share import run as fig02
@@ -110,7 +111,12 @@ def test_the_value_is_that_of_the_middle_speed():
 def shares(model, steps_ms, all_reduce_ms=380.0):
     return [
         fig02.Share(
-            model=model, gpus=gpus, step_ms=step_ms, compute_ms=100.0, all_reduce_ms=all_reduce_ms * gpus / 4
+            model=model,
+            gpus=gpus,
+            step_ms=step_ms,
+            compute_ms=100.0,
+            all_reduce_ms=all_reduce_ms * gpus / 4,
+            pacing=Pacing(lateness_us=1, error=0.001, time_dilation=10),
         )
         for gpus, step_ms in zip(fig02.GPU_COUNTS, steps_ms, strict=True)
     ]
