@@ -146,6 +146,12 @@ def test_a_model_that_does_not_fit_into_memory_is_refused_before_anything_starts
         replay(trace=huge, schemes=("local",))
 
 
+@pytest.mark.parametrize(("measures", "seconds"), [(driver.BLOCKED, 0.002), (driver.STEP, 0.005)])
+def test_the_pacing_error_relates_to_what_the_run_measures(measures, seconds):
+    plan = ReplayPlan(schemes=("coarse",), trace=TRACE, machine="aws-p3", num_workers=2, measures=measures)
+    assert driver._measured_s(plan, 0.005) == pytest.approx(seconds)
+
+
 def test_known_ways_are_not_measured_again():
     known = {1 << power: "tree" for power in range(2, 40)}
     (result,) = run_replay(
