@@ -246,9 +246,10 @@ def draw(shares: Sequence[Share]) -> Figure:
         label=f"copies of inputs ({SIMULATED})",
     )
     right.set_ylabel(f"% of communication, {counts[-1]} GPUs")
+    left.set_ylim(0, 100)
     for axes in (left, right):
         axes.set_xticks(range(len(models)), models, rotation=30, ha="right", fontsize=7)
-        axes.legend(fontsize="x-small")
+        axes.legend(fontsize="x-small", loc="upper right" if axes is left else "lower right")
     figure.suptitle(f"Communication in training on {MACHINE} ({EMULATED})", fontsize=11)
     return figure
 
