@@ -1,4 +1,4 @@
-"""G-TSC: timestamps within one GPU (section 4.1). The L2 cache orders; each CU has a logical time that requests carry."""
+"""G-TSC: timestamps within one GPU (section 4.1). L2 orders; requests carry the logical time of their CU."""
 
 from __future__ import annotations
 

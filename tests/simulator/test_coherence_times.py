@@ -1,0 +1,150 @@
+"""Run times and transactions of small kernels, in closed form; the studies' own parts."""
+
+from __future__ import annotations
+
+import pytest
+
+from coarse.simulator.studies.coherence import kernels, machines, mgcc_study, tsm_study
+from coarse.simulator.studies.coherence.kernels import WORKLOADS, workload
+from coarse.simulator.studies.coherence.machines import SHAPE, run_benchmark, simulate, simulate_tracker
+from coarse.simulator.studies.coherence.mgcc import Mgcc
+from coarse.simulator.studies.coherence.operations import Kind, Shape
+from coarse.simulator.studies.coherence.timing import Instruction, Machine, Speeds
+from coarse.simulator.studies.coherence.uncoherent import Uncoherent
+from coarse.simulator.studies.coherence.xtreme import xtreme1, xtreme2, xtreme3
+
+FREE = {"L2 up": (0, 5), "L2 down": (0, 5), "channel": (0, 0), "memory": (0, 100)}
+ONE_CU = Shape(cus_per_gpu=1)
+
+
+def speeds(gbytes_per_s=8.0, *, lines_in_flight=16):
+    link = dict.fromkeys(("memory up", "memory down"), (gbytes_per_s, 10))
+    return Speeds(parts=FREE | link, resident=1, lines_in_flight=lines_in_flight, cycle_factor=1.0)
+
+
+def time_of(program, protocol=None, **options):
+    protocol = protocol or Uncoherent(ONE_CU, writes_back=False)
+    return Machine(protocol, speeds(**options)).run([[program]]).ns
+
+
+def test_a_read_takes_the_latencies_and_transfers_of_its_way():
+    assert time_of([Instruction((0,))]) == 1 + 5 + (12 / 8 + 10) + 100 + (80 / 8 + 10) + 5
+
+
+def test_timestamps_lengthen_messages():
+    longer = time_of([Instruction((0,))], Mgcc(ONE_CU)) - time_of([Instruction((0,))])
+    assert longer == pytest.approx((2 + 4) / 8)
+
+
+def test_relaxed_reads_share_the_latency_and_sequential_ones_do_not():
+    reads = [Instruction((line,)) for line in (0, 1)]
+    one = time_of(reads[:1])
+    assert time_of(reads) == pytest.approx(one + 80 / 8)
+    assert time_of(reads, lines_in_flight=0) == pytest.approx(2 * one)
+
+
+def test_a_write_that_needs_a_read_waits_for_it():
+    read, write = Instruction((0,)), Instruction((1,), is_write=True)
+    waiting = Instruction((1,), is_write=True, waits=True)
+    assert time_of([read, waiting]) > time_of([read, write]) + 100
+
+
+def test_requests_to_one_line_are_served_one_after_the_other():
+    program = [Instruction((0,), is_write=True), Instruction((1,), is_write=True)]
+    same = [Instruction((0,), is_write=True), Instruction((0,), is_write=True)]
+    assert time_of(same) > time_of(program) + 100
+
+
+def test_a_deadlock_is_an_error():
+    protocol = Uncoherent(ONE_CU, writes_back=False)
+    protocol.l1[0].locks.hold(0)
+    with pytest.raises(RuntimeError, match="deadlock: 1 operations"):
+        Machine(protocol, speeds()).run([[[Instruction((0,))]]])
+
+
+@pytest.mark.parametrize("name", ["mt", "relu"])
+def test_streaming_kernels_have_the_transactions_of_the_document(name):
+    """Three of four lines are another GPU's; each line is copied in, read, written, copied out."""
+    load = workload(name)
+    remote, dram = tsm_study.counted(load, run_benchmark("RDMA", load))
+    lines = (load.input_lines + load.output_lines) * load.scale
+    assert remote == 0.75 * lines
+    assert dram == 2 * lines
+
+
+def test_products_with_a_row_for_each_lane_miss_for_each_element():
+    """16 lines of A for each one, x for each column, sums of each column, and A and the sums once more."""
+    load = workload("atax")
+    remote, _ = tsm_study.counted(load, run_benchmark("RDMA", load))
+    assert remote == pytest.approx(0.75 * 19.25 * 2**20, rel=0.05)
+
+
+def test_every_benchmark_writes_and_no_wavefront_is_empty():
+    for name in WORKLOADS:
+        load = workload(name)
+        instructions = [each for kernel in load.kernels for wavefront in kernel for each in wavefront]
+        assert all(each.lines for each in instructions)
+        assert any(each.is_write for each in instructions)
+        assert load.input_lines
+        assert load.output_lines
+
+
+def test_memory_has_the_lines_of_a_search_that_a_level_reaches_first():
+    writes = [
+        line
+        for kernel in kernels.bfs(nodes=256).kernels
+        for wavefront in kernel
+        for each in wavefront
+        if each.is_write
+        for line in each.lines
+    ]
+    assert set(writes) <= set(range(256 // 16))
+
+
+def test_private_rewrites_share_no_line_and_the_others_do():
+    def sharers(kernel_list):
+        order = [gpu * 4 + cu for cu in range(4) for gpu in range(4)]
+        found = {}
+        for kernel in kernel_list:
+            for cu, wavefront in zip(order, kernel, strict=True):
+                for instruction in wavefront:
+                    for line in instruction.lines:
+                        found.setdefault(line, set()).add(cu)
+        return found.values()
+
+    assert all(len(cus) == 1 for cus in sharers(xtreme1(192, 1)))
+    inside = [cus for cus in sharers(xtreme2(192, 1)) if len(cus) > 1]
+    across = [cus for cus in sharers(xtreme3(192, 1)) if len(cus) > 1]
+    assert inside
+    assert all(len({SHAPE.gpu_of(cu) for cu in cus}) == 1 for cus in inside)
+    assert across
+    assert all(len({SHAPE.gpu_of(cu) for cu in cus}) == 2 for cus in across)
+
+
+def test_an_unknown_configuration_is_named():
+    with pytest.raises(ValueError, match="no configuration 'C-TSO'"):
+        simulate("C-TSO", [])
+
+
+def test_one_controller_with_four_slots_serves_four_lines_each_latency():
+    assert simulate_tracker(holds_slots_to_the_end=True) == pytest.approx(4 * 64 / 101, rel=0.1)
+    assert simulate_tracker(holds_slots_to_the_end=False) > 10 * simulate_tracker(holds_slots_to_the_end=True)
+
+
+def test_traffic_overheads_are_exact():
+    outcome = simulate("C-RC", workload("relu").kernels)
+    comparisons = list(mgcc_study._traffic(outcome))
+    assert [each.document for each in comparisons] == [5.0, 5.26, 16.7, 2.63]
+    assert all(each.agrees for each in comparisons)
+    assert outcome.traffic["memory up", Kind.READ_REQUEST] == workload("relu").input_lines
+
+
+def test_every_figure_of_the_worked_example_is_exact():
+    assert all(each.agrees for each in mgcc_study._figure_4_2())
+
+
+def test_copies_of_the_processor_cost_rdma_their_bytes():
+    load = workload("relu")
+    lines = load.input_lines + load.output_lines
+    copies = run_benchmark("RDMA", load).ns - simulate("RDMA", load.kernels).ns
+    assert copies == pytest.approx(lines * 76 / (machines.GBYTES_PER_S / machines.SHARE))
