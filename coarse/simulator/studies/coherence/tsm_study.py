@@ -193,6 +193,6 @@ def _ratio_picture(ratios: Mapping[str, float]) -> Figure:
 STUDY = Study(
     name="mgpu-tsm",
     title="memory that four GPUs share, and GPUs with RDMA",
-    document="dissertation on multi-GPU systems with true shared memory, Boston University, 2021, chapter 3",
+    document="Mojumder, MGPU-TSM (Boston University, 2021), chapter 3",
     run=run,
 )
