@@ -19,7 +19,7 @@ ONE_CU = Shape(cus_per_gpu=1)
 
 def speeds(gbytes_per_s=8.0, *, lines_in_flight=16):
     link = dict.fromkeys(("memory up", "memory down"), (gbytes_per_s, 10))
-    return Speeds(parts=FREE | link, resident=1, lines_in_flight=lines_in_flight, cycle_factor=1.0)
+    return Speeds(parts=FREE | link, resident=1, lines_in_flight=lines_in_flight)
 
 
 def time_of(program, protocol=None, **options):
@@ -103,7 +103,7 @@ def test_memory_has_the_lines_of_a_search_that_a_level_reaches_first():
 
 def test_private_rewrites_share_no_line_and_the_others_do():
     def sharers(kernel_list):
-        order = [gpu * 4 + cu for cu in range(4) for gpu in range(4)]
+        order = [gpu * 4 + cu for cu in range(4) for gpu in range(4)] * 2
         found = {}
         for kernel in kernel_list:
             for cu, wavefront in zip(order, kernel, strict=True):

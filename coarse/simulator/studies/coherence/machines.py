@@ -30,9 +30,6 @@ GBYTES_PER_S = 32.0
 
 CROSSBAR_BYTES_PER_NS, HBM_BYTES_PER_NS = 512.0, 2048.0  # assumed: 64 bytes a cycle of each bank; 8 stacks
 L2_NS, SWITCH_NS, PCIE_NS, DRAM_NS = 20.0, 30.0, 250.0, 100.0  # assumed, one way
-CYCLE_FACTOR = 17.0
-"""Fitted: with it, the relaxed configuration gains what Figure 4-6 says from 128 to 256 GB/s."""
-
 RESIDENT, LINES_IN_FLIGHT = 2, 16  # wavefronts of a CU, and lines of each: assumed
 
 
@@ -78,7 +75,6 @@ def simulate(
     speeds = Speeds(
         parts=parts(gbytes_per_s),
         resident=RESIDENT,
-        cycle_factor=CYCLE_FACTOR,
         lines_in_flight=0 if in_order else LINES_IN_FLIGHT,
     )
     outcome = Machine(protocol, speeds).run(kernels, keeps_caches=keeps_caches)
@@ -117,7 +113,7 @@ def simulate_tracker(*, holds_slots_to_the_end: bool) -> float:
     """Bytes per ns that one controller serves, of lines that no cache has, over links 8 times as fast."""
     shape = replace(SHAPE, controllers=1)
     protocol = Uncoherent(shape, writes_back=True, holds_slots_to_the_end=holds_slots_to_the_end)
-    speeds = Speeds(parts=parts(8 * GBYTES_PER_S), resident=1, lines_in_flight=64, cycle_factor=1.0)
+    speeds = Speeds(parts=parts(8 * GBYTES_PER_S), resident=1, lines_in_flight=64)
     kernel = [[Instruction((line,)) for line in range(first, first + 128)] for first in range(0, 2048, 128)]
     outcome = Machine(protocol, speeds).run([kernel])
     return 2048 * Kind.SERVICE.nbytes / outcome.ns
@@ -125,7 +121,7 @@ def simulate_tracker(*, holds_slots_to_the_end: bool) -> float:
 
 def simulate_gtsc(make: Callable[[Shape], CoherenceProtocol]) -> Outcome:
     """Private rewrites on one GPU's 4 CUs, under a protocol for one GPU: 8 lines of each vector for a CU."""
-    speeds = Speeds(parts=parts(), resident=1, lines_in_flight=LINES_IN_FLIGHT, cycle_factor=CYCLE_FACTOR)
+    speeds = Speeds(parts=parts(), resident=1, lines_in_flight=LINES_IN_FLIGHT)
     kernels = [[private_rewrites(8 * 3 * cu, 8) for cu in range(SHAPE.cus_per_gpu)]]
     return Machine(make(replace(SHAPE, num_gpus=1)), speeds).run(kernels)
 

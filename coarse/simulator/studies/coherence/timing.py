@@ -23,7 +23,7 @@ class Instruction:
     Args:
         lines: The lines that its lanes touch.
         is_write: Whether it stores.
-        cycles: Computation before it, in cycles of the CU.
+        cycles: Computation before it, in cycles of the CU; each line takes one more.
         waits: Whether it needs what its wavefront has read before.
     """
 
@@ -46,13 +46,11 @@ class Speeds:
         resident: Wavefronts that a CU runs at a time.
         lines_in_flight: Lines of a wavefront that may be in flight (relaxed consistency); 0 waits for each
             instruction before the next one (sequential consistency).
-        cycle_factor: Factor of a CU's cycles: those of each instruction, and one for each line that it accesses.
     """
 
     parts: Mapping[str, tuple[float, float]]
     resident: int
     lines_in_flight: int
-    cycle_factor: float
 
 
 @dataclass(slots=True)
@@ -172,11 +170,8 @@ class Machine:
             wavefront.is_waiting = True
             return
         begin = max(self._now, self._cu_free[wavefront.cu])
-        self._cu_free[wavefront.cu] = end = begin + self._cycles(instruction)
+        self._cu_free[wavefront.cu] = end = begin + instruction.cycles + len(instruction.lines)
         self._at(end, wavefront)
-
-    def _cycles(self, instruction: Instruction) -> float:
-        return (instruction.cycles + len(instruction.lines)) * self._speeds.cycle_factor
 
     def _may_issue(self, wavefront: _Running, instruction: Instruction) -> bool:
         if instruction.waits and wavefront.reads_in_flight:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from coarse.simulator.studies.coherence.machines import SHAPE
 from coarse.simulator.studies.coherence.timing import Instruction, Kernel, Wavefront
@@ -11,6 +12,15 @@ SCALE = 64
 """The document's vectors, which all GPUs hold together, over ours."""
 
 _LINES_AT_ONCE = 4
+_WAVEFRONTS = 2  # of a CU; they take its lines in turn
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A wavefront of the CU whose slice it works on."""
+
+    cu: int
+    wavefront: int
 
 
 class Vectors:
@@ -25,25 +35,26 @@ class Vectors:
         lines = self.slice_lines * SHAPE.num_cus
         self.a, self.b, self.c = 0, lines, 2 * lines
 
-    def sums(self, target: int, source: int, number: int, times: int) -> Wavefront:
-        """target = source + B on one CU's slice, several times."""
-        return tuple(instruction for _ in range(times) for instruction in self._sum(target, source, number))
+    def sums(self, target: int, source: int, place: Place, times: int) -> Wavefront:
+        """target = source + B on a wavefront's part of one CU's slice, several times."""
+        return tuple(instruction for _ in range(times) for instruction in self._sum(target, source, place))
 
-    def read_all(self, number: int) -> Wavefront:
+    def read_all(self, place: Place) -> Wavefront:
         return tuple(
-            Instruction(lines) for base in (self.a, self.b, self.c) for lines in self._pieces(base, number)
+            Instruction(lines) for base in (self.a, self.b, self.c) for lines in self._pieces(base, place)
         )
 
-    def _sum(self, target: int, source: int, number: int) -> Iterator[Instruction]:
-        pieces = (self._pieces(base, number) for base in (source, self.b, target))
+    def _sum(self, target: int, source: int, place: Place) -> Iterator[Instruction]:
+        pieces = (self._pieces(base, place) for base in (source, self.b, target))
         for one, other, result in zip(*pieces, strict=True):
             yield Instruction(one, cycles=2)
             yield Instruction(other, cycles=2)
             yield Instruction(result, is_write=True, cycles=2, waits=True)
 
-    def _pieces(self, base: int, number: int) -> Iterator[tuple[int, ...]]:
-        first = base + number * self.slice_lines
-        for begin in range(first, first + self.slice_lines, _LINES_AT_ONCE):
+    def _pieces(self, base: int, place: Place) -> Iterator[tuple[int, ...]]:
+        first = base + place.cu * self.slice_lines
+        own, step = first + place.wavefront * _LINES_AT_ONCE, _WAVEFRONTS * _LINES_AT_ONCE
+        for begin in range(own, first + self.slice_lines, step):
             yield tuple(range(begin, min(begin + _LINES_AT_ONCE, first + self.slice_lines)))
 
 
@@ -52,11 +63,11 @@ def xtreme1(kbytes: int, repeats: int = 10) -> list[Kernel]:
     vectors = Vectors(kbytes)
     kernel = [
         (
-            *vectors.read_all(cu),
-            *vectors.sums(vectors.c, vectors.a, cu, 1 + repeats),
-            *vectors.sums(vectors.a, vectors.c, cu, 1 + repeats),
+            *vectors.read_all(place),
+            *vectors.sums(vectors.c, vectors.a, place, 1 + repeats),
+            *vectors.sums(vectors.a, vectors.c, place, 1 + repeats),
         )
-        for cu in _in_turn()
+        for place in _in_turn()
     ]
     return [kernel]
 
@@ -73,22 +84,25 @@ def xtreme3(kbytes: int, repeats: int = 10) -> list[Kernel]:
 
 def _shared(kbytes: int, repeats: int, distance: int) -> list[Kernel]:
     vectors = Vectors(kbytes)
-    own = [(*vectors.read_all(cu), *vectors.sums(vectors.c, vectors.a, cu, 1)) for cu in _in_turn()]
+    own = [(*vectors.read_all(place), *vectors.sums(vectors.c, vectors.a, place, 1)) for place in _in_turn()]
     others = [
-        vectors.sums(vectors.a, vectors.c, (cu + distance) % SHAPE.num_cus, 1 + repeats)
-        if cu % 2 == 0
+        vectors.sums(
+            vectors.a, vectors.c, replace(place, cu=(place.cu + distance) % SHAPE.num_cus), 1 + repeats
+        )
+        if place.cu % 2 == 0
         else ()
-        for cu in _in_turn()
+        for place in _in_turn()
     ]
-    again = [vectors.sums(vectors.c, vectors.a, cu, 1) for cu in _in_turn()]
+    again = [vectors.sums(vectors.c, vectors.a, place, 1) for place in _in_turn()]
     return [own, others, again]
 
 
-def _in_turn() -> Iterator[int]:
+def _in_turn() -> Iterator[Place]:
     """CUs in the order in which wavefronts are given to them."""
-    for cu in range(SHAPE.cus_per_gpu):
-        for gpu in range(SHAPE.num_gpus):
-            yield gpu * SHAPE.cus_per_gpu + cu
+    for wavefront in range(_WAVEFRONTS):
+        for cu in range(SHAPE.cus_per_gpu):
+            for gpu in range(SHAPE.num_gpus):
+                yield Place(gpu * SHAPE.cus_per_gpu + cu, wavefront)
 
 
 BENCHMARKS = {"Xtreme1": xtreme1, "Xtreme2": xtreme2, "Xtreme3": xtreme3}
