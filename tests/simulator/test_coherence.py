@@ -67,6 +67,17 @@ def test_mgcc_as_printed_is_not_sequentially_consistent(shape):
     assert count_violations(lambda: Mgcc(shape, PRINTED, tsu_sets=4), 600) > 0
 
 
+@pytest.mark.parametrize("seed", [234, 1510])  # found by a search over seeds
+def test_messages_that_overtake_each_other_need_fills_that_keep_their_lease(seed):
+    def is_consistent(rules):
+        chance, protocol = random.Random(seed), Mgcc(FOUR_CUS, rules, tsu_sets=4)
+        programs = random_programs(chance, num_cus=4, length=6, lines=(0, 1, 2))
+        return is_sequentially_consistent(programs, run(protocol, programs, chance))
+
+    assert not is_consistent(replace(REPAIRED, fills_keep_leases=False))
+    assert is_consistent(REPAIRED)
+
+
 @pytest.mark.parametrize(
     "make", [lambda: Rdma(TWO_GPUS), lambda: Uncoherent(TWO_GPUS, writes_back=True)], ids=["RDMA", "WB-NC"]
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coarse.simulator.studies.coherence import kernels, machines, mgcc_study, tsm_study
+from coarse.simulator.studies.coherence import kernels, machines, mgcc_study, parameter_caching, tsm_study
 from coarse.simulator.studies.coherence.kernels import WORKLOADS, workload
 from coarse.simulator.studies.coherence.machines import SHAPE, run_benchmark, simulate, simulate_tracker
 from coarse.simulator.studies.coherence.mgcc import Mgcc
@@ -137,6 +137,14 @@ def test_traffic_overheads_are_exact():
     assert [each.document for each in comparisons] == [5.0, 5.26, 16.7, 2.63]
     assert all(each.agrees for each in comparisons)
     assert outcome.traffic["memory up", Kind.READ_REQUEST] == workload("relu").input_lines
+
+
+def test_leases_return_old_parameters_and_a_counter_does_not():
+    dense, sparse = parameter_caching.lease_reads(1.0), parameter_caching.lease_reads(0.02)
+    assert dense.fetched < parameter_caching.SHARDS
+    assert dense.stale == pytest.approx(1 - dense.fetched / parameter_caching.SHARDS, abs=0.02)
+    assert sparse.largest_lag > 10 * dense.largest_lag
+    assert len(parameter_caching.table().rows) == len(parameter_caching.SHARES)
 
 
 def test_every_figure_of_the_worked_example_is_exact():
