@@ -156,3 +156,8 @@ def test_copies_of_the_processor_cost_rdma_their_bytes():
     lines = load.input_lines + load.output_lines
     copies = run_benchmark("RDMA", load).ns - simulate("RDMA", load.kernels).ns
     assert copies == pytest.approx(lines * 76 / (machines.GBYTES_PER_S / machines.SHARE))
+
+
+def test_two_runs_give_the_same_figures():
+    one, other = (run_benchmark("C-RC", workload("bfs")) for _ in range(2))
+    assert one == other

@@ -91,6 +91,7 @@ XTREME = (
     Xtreme("Xtreme3", 768, "C-SC", 1.221),
 )
 
+_CLOCKS_REASON = "memory does not know the clocks of caches, which raise wts and rts beyond what it promised"
 _HMG_REASON = (
     "copies between processor and GPUs take as long under HMG as under RDMA, and are most of the run time of "
     "kernels that use each line once; in atax and bicg HMG gains as in the document"
@@ -197,7 +198,7 @@ def _consistency_claims(violations: Mapping[tuple[str, str], int]) -> Iterator[C
             source="sections 4.2.3 and 4.2.5" if variant == "as printed" else "ours",
             holds=not any(counts),
             found=f"violations in {NUM_PROGRAMS} programs: {', '.join(map(str, counts))} ({', '.join(MACHINES)})",
-            reason="memory does not know the clocks of caches, which raise wts and rts beyond what it promised",
+            reason=_CLOCKS_REASON if any(counts) else "",
         )
 
 
