@@ -11,7 +11,6 @@ _MODULES: dict[str, str] = {
     "dgx1": "dgx1.dgx1_study",
     "distributed-gpus": "distributed_gpus.distributed_study",
     "gpu-networking": "gpu_networking.networking_study",
-    "dgx1": "dgx1.dgx1_study",
     "mgcc": "coherence.mgcc_study",
     "mgpu-tsm": "coherence.tsm_study",
 }
