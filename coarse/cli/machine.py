@@ -140,6 +140,10 @@ def figure_rows(machine: Machine) -> Iterator[tuple[str, str, Figure]]:
         where = f"direct link {direct.between[0]} - {direct.between[1]}"
         yield where, "latency, us", direct.path.latency_us
         yield from _bandwidth_rows(where, direct.path.gbytes_per_s, direct.path.duplex_gbytes_per_s)
+    if (network := machine.network) is not None:
+        where = "network" + (f" (over {', '.join(network.over)})" if network.over else "")
+        yield where, "latency, us", network.latency_us
+        yield from _bandwidth_rows(where, network.gbytes_per_s, None)
 
 
 def _bandwidth_rows(

@@ -153,6 +153,28 @@ class DirectLink:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """The network between nodes that are all such machines; each node has one interface.
+
+    Args:
+        latency_us: Time of a transfer of no bytes from an endpoint of one node to an endpoint of another.
+        gbytes_per_s: Bandwidth of each direction of an interface.
+        over: Names of the links between an endpoint and its node's interface.
+
+    Raises:
+        FieldError: If the bandwidth is zero, or a link is named twice.
+    """
+
+    latency_us: Figure
+    gbytes_per_s: Figure
+    over: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_bandwidths(self.gbytes_per_s, None)
+        check_distinct("over", self.over, "link")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
     """The places of devices.
 
@@ -214,10 +236,12 @@ class Machine:
         links: Links by name.
         paths: Paths by name, from PATHS.
         direct_links: Links between pairs of GPUs.
+        network: The network between several of it; None if it is unknown.
 
     Raises:
-        FieldError: If a path is missing or unknown, a path leads over an unknown link or is faster than one of its
-            links, a link's scope does not fit the topology, or a direct link occurs twice or joins unknown GPUs.
+        FieldError: If a path is missing or unknown, a path or the network leads over an unknown link, the network
+            leads over one between sockets, a path is faster than one of its links, a link's scope does not fit the
+            topology, or a direct link occurs twice or joins unknown GPUs.
 
     Example:
         >>> from coarse.machine.catalogue import (load_machine)
@@ -232,6 +256,7 @@ class Machine:
     links: tuple[Link, ...]
     paths: Mapping[str, PathClass]
     direct_links: tuple[DirectLink, ...] = field(default=())
+    network: Network | None = None
 
     def __post_init__(self) -> None:
         kind = self.topology.kind
@@ -244,24 +269,41 @@ class Machine:
                 raise FieldError("path", f"path.{name} is missing")
         for name in self.paths:
             self._check_path(name)
+        if self.network is not None:
+            self._check_network(self.network.over)
         self._check_direct_links()
 
     def _check_path(self, name: str) -> None:
         if name not in PATHS[self.topology.kind]:
             known = ", ".join(PATHS[self.topology.kind])
             raise FieldError(f"path.{name}", f"path {name!r} must be one of {known}")
-        links = {link.name: link for link in self.links}
         path = self.paths[name]
+        self._check_over(f"path.{name}.over", "path", path.over)
+        links = {link.name: link for link in self.links}
         for link_name in path.over:
-            if link_name not in links:
-                known = ", ".join(sorted(links)) or "none"
-                raise FieldError(f"path.{name}.over", f"path over unknown link {link_name!r}; known: {known}")
             most = max(figure.value for figure in links[link_name].directions)
             if path.gbytes_per_s is not None and path.gbytes_per_s.value > most:
                 raise FieldError(
                     f"path.{name}.gbytes_per_s",
                     f"{path.gbytes_per_s.value:g} GB/s exceed the {most:g} GB/s of its link {link_name!r}",
                 )
+
+    def _check_network(self, over: tuple[str, ...]) -> None:
+        self._check_over("network.over", "network", over)
+        for link in self.links:
+            if link.name in over and link.scope == "between sockets":
+                raise FieldError(
+                    "network.over",
+                    f"network over link {link.name!r}, which joins sockets: the file does not say at which of "
+                    "them the interface is",
+                )
+
+    def _check_over(self, where: str, what: str, over: tuple[str, ...]) -> None:
+        names = {link.name for link in self.links}
+        for link_name in over:
+            if link_name not in names:
+                known = ", ".join(sorted(names)) or "none"
+                raise FieldError(where, f"{what} over unknown link {link_name!r}; known: {known}")
 
     def _check_direct_links(self) -> None:
         seen: set[frozenset[int]] = set()

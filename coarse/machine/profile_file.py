@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from coarse.machine.fields import FieldError
-from coarse.machine.profile import DirectLink, Figure, Link, Machine, PathClass, Topology
+from coarse.machine.profile import DirectLink, Figure, Link, Machine, Network, PathClass, Topology
 from coarse.machine.toml_lines import Key, TomlDocument, read_toml
 
 _Value = TypeVar("_Value")
@@ -23,7 +23,7 @@ def read_machine(path: str | os.PathLike[str]) -> Machine:
     """
     document = read_toml(path)
     top = _Section(document, (), document.values)
-    top.allow("description", "topology", "link", "path", "direct_link")
+    top.allow("description", "topology", "link", "path", "direct_link", "network")
     topology = top.section("topology")
     with top.pointing():
         return Machine(
@@ -33,6 +33,7 @@ def read_machine(path: str | os.PathLike[str]) -> Machine:
             links=tuple(_link(name, section) for name, section in top.sections("link")),
             paths={name: _path(section, "over") for name, section in top.sections("path")},
             direct_links=tuple(_direct_link(section) for section in top.list_of_sections("direct_link")),
+            network=_network(top.section("network")) if "network" in document.values else None,
         )
 
 
@@ -167,6 +168,16 @@ def _direct_link(section: _Section) -> DirectLink:
     path = _path(section, "between")
     with section.pointing():
         return DirectLink(between=section.numbers("between"), path=path)
+
+
+def _network(section: _Section) -> Network:
+    section.allow("latency_us", "gbytes_per_s", "over")
+    with section.pointing():
+        return Network(
+            latency_us=section.figure("latency_us"),
+            gbytes_per_s=section.figure("gbytes_per_s"),
+            over=section.texts("over"),
+        )
 
 
 def _whole_numbers(values: list[Any], error: Callable[[str], ValueError]) -> tuple[int, ...]:

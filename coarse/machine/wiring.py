@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from coarse.machine.links import Bucket, LinkTable, Path
 
 if TYPE_CHECKING:
     from coarse.machine.partition_table import PartitionTable
-    from coarse.machine.profile import Link, Machine, PathClass
+    from coarse.machine.profile import Link, Machine, Network, PathClass
 
 
-def link_table(machine: Machine, table: PartitionTable) -> LinkTable:
+def link_table(machine: Machine, table: PartitionTable, *, num_nodes: int = 1) -> LinkTable:
     """Builds the links between the endpoints of `table` on `machine`.
 
+    With several nodes, each is such a machine with such a table. The table that is returned has the workers of all
+    nodes, node by node, and then their memory devices; the names of its buckets begin with the node.
+
     Raises:
-        ValueError: If the table does not fit the machine.
+        ValueError: If the table does not fit the machine; if there are several nodes and the machine has no network.
     """
+    check_network(machine, num_nodes)
     endpoints = _place_gpus(machine, table) if machine.topology.num_gpus else _place_expanders(table)
+    if num_nodes > 1:
+        everywhere = [_on_node(node, endpoint) for node in range(num_nodes) for endpoint in endpoints]
+        endpoints = sorted(everywhere, key=lambda endpoint: endpoint.is_device)
     buckets = _Buckets()
     paths = tuple(
         tuple(None if source is target else _wire(machine, buckets, source, target) for target in endpoints)
@@ -27,11 +34,20 @@ def link_table(machine: Machine, table: PartitionTable) -> LinkTable:
     )
     return LinkTable(
         machine=machine.name,
-        num_workers=table.num_workers,
-        num_devices=table.num_devices,
+        num_workers=num_nodes * table.num_workers,
+        num_devices=num_nodes * table.num_devices,
         buckets=tuple(buckets.buckets),
         paths=paths,
     )
+
+
+def check_network(machine: Machine, num_nodes: int) -> None:
+    """Raises ValueError if there are several nodes and the machine's file describes no network between them."""
+    if num_nodes > 1 and machine.network is None:
+        raise ValueError(
+            f"the file of machine {machine.name} describes no network, but this job has {num_nodes} nodes; add a "
+            "[network] to the file (docs/design/machines.md), or start the job on one node"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,12 +59,24 @@ class _Endpoint:
         is_device: Whether it is a memory device.
         gpu: Its GPU; -1 on machines with expanders.
         scopes: Its instance of each scope; it uses no link of missing scopes.
+        node: Name of its node; "" if there is one only.
     """
 
     name: str
     is_device: bool
     gpu: int
     scopes: dict[str, str]
+    node: str = ""
+
+
+def _on_node(node: int, endpoint: _Endpoint) -> _Endpoint:
+    name = f"node {node}"
+    return replace(
+        endpoint,
+        name=f"{name} {endpoint.name}",
+        scopes={scope: f"{name} {place}" for scope, place in endpoint.scopes.items()},
+        node=name,
+    )
 
 
 class _Buckets:
@@ -128,9 +156,15 @@ def _place_expanders(table: PartitionTable) -> list[_Endpoint]:
 
 
 def _wire(machine: Machine, buckets: _Buckets, source: _Endpoint, target: _Endpoint) -> Path:
-    path = _path_class(machine, source, target)
     links = {link.name: link for link in machine.links}
-    taken = list(_own_buckets(buckets, path, source, target))
+    path: PathClass | Network
+    if source.node != target.node:
+        assert machine.network is not None  # check_network()
+        path = machine.network
+        taken = list(_interface_buckets(buckets, path, source, target))
+    else:
+        path = _path_class(machine, source, target)
+        taken = list(_own_buckets(buckets, path, source, target))
     for name in path.over:
         taken += _link_buckets(buckets, links[name], source, target)
     return Path(latency_us=float(path.latency_us.value), buckets=tuple(dict.fromkeys(taken)))
@@ -158,6 +192,14 @@ def _own_buckets(buckets: _Buckets, path: PathClass, source: _Endpoint, target: 
         yield buckets.number(f"{source.name} > {target.name}", float(path.gbytes_per_s.value))
     if path.duplex_gbytes_per_s is not None:
         yield buckets.number(_both(source.name, target.name), float(path.duplex_gbytes_per_s.value))
+
+
+def _interface_buckets(
+    buckets: _Buckets, network: Network, source: _Endpoint, target: _Endpoint
+) -> Iterator[int]:
+    """Buckets of the two nodes' interfaces: what leaves the one, and what enters the other."""
+    yield buckets.number(f"{source.node} network out", float(network.gbytes_per_s.value))
+    yield buckets.number(f"{target.node} network in", float(network.gbytes_per_s.value))
 
 
 def _link_buckets(buckets: _Buckets, link: Link, source: _Endpoint, target: _Endpoint) -> Iterator[int]:

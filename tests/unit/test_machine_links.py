@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 from importlib import resources
 
 import pytest
@@ -268,3 +269,63 @@ def test_memory_devices_of_aws_p3_have_an_interconnect_of_their_own() -> None:
         for index in table.path(worker, target).buckets
     }
     assert used_by_workers.isdisjoint(table.path(table.device(0), table.device(1)).buckets)
+
+
+# ---- several nodes ----
+
+
+def nodes_of(name, num_nodes=2):
+    return link_table(MACHINES[name], PartitionTable.load(name), num_nodes=num_nodes)
+
+
+@pytest.mark.parametrize("name", ["aws-g4dn", "aws-p3", "sdsc-p100"])
+def test_each_node_has_the_links_of_one(name):
+    one, two = paper_table(name), nodes_of(name)
+    workers, devices = one.num_workers, one.num_devices
+    assert (two.num_workers, two.num_devices) == (2 * workers, 2 * devices)
+    for node in range(2):
+        own = [two.worker(node * workers + worker) for worker in range(workers)]
+        own += [two.device(node * devices + device) for device in range(devices)]
+        for source in range(one.num_endpoints):
+            for target in range(one.num_endpoints):
+                if source == target:
+                    continue
+                path, of_one = two.path(own[source], own[target]), one.path(source, target)
+                assert path.latency_us == of_one.latency_us
+                assert [two.buckets[number] for number in path.buckets] == [
+                    dataclasses.replace(one.buckets[number], name=on_node(node, one.buckets[number].name))
+                    for number in of_one.buckets
+                ]
+
+
+def on_node(node, name):
+    """A bucket's name on one of several nodes."""
+    return re.sub(r"(gpu|switch|socket) \d", lambda match: f"node {node} {match.group()}", name)
+
+
+def test_all_traffic_between_two_nodes_shares_their_interfaces():
+    two = nodes_of("aws-p3")
+    there, back = two.path(two.worker(1), two.device(7)), two.path(two.device(7), two.worker(1))
+    names = [two.buckets[number].name for number in there.buckets]
+    assert names[:2] == ["node 0 network out", "node 1 network in"]
+    assert names[2:] == [
+        "node 0 gpu 2 lane up",
+        "node 1 gpu 7 lane down",
+        "node 0 switch 1 uplink up",
+        "node 1 switch 3 uplink down",
+    ]
+    assert not set(there.buckets) & set(back.buckets)
+    assert set(there.buckets[:2]) <= set(two.path(two.worker(0), two.worker(4)).buckets)
+    assert two.bandwidth_gbytes_per_s(two.worker(1), two.device(7)) == 12.5
+    assert there.latency_us == MACHINES["aws-p3"].network.latency_us.value
+
+
+def test_three_nodes_have_an_interface_each():
+    three = nodes_of("sdsc-p100", num_nodes=3)
+    interfaces = {bucket.name for bucket in three.buckets if "network" in bucket.name}
+    assert interfaces == {f"node {node} network {way}" for node in range(3) for way in ("in", "out")}
+
+
+def test_a_machine_without_a_network_is_one_node():
+    with pytest.raises(ValueError, match=r"dgx1-volta describes no network, but this job has 2 nodes; add a"):
+        link_table(MACHINES["dgx1-volta"], PartitionTable.even(num_workers=2, num_devices=2), num_nodes=2)

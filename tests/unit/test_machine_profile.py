@@ -39,6 +39,15 @@ latency_us = { value = 1, source = "s", kind = "assumed" }
 gbytes_per_s = { value = 25, source = "s", kind = "assumed" }
 """
 
+NETWORK = """\
+
+[network]
+latency_us = { value = 5, source = "s", kind = "assumed" }
+gbytes_per_s = { value = 12.5, source = "s", kind = "announced" }
+over = ["lane"]
+"""
+NETWORK_LINE = GOOD.count("\n") + 2
+
 
 def write(folder, text):
     path = folder / "mine.toml"
@@ -278,3 +287,50 @@ def test_values_are_plain_and_line_ends_do_not_matter(ending):
     assert document.values["list"] == [{"one": 1}, {"one": 2, "below": {"three": 3, "quoted key": 4}}]
     assert type(document.values["inline"]) is dict
     assert document.line(("list", 1, "one")) == 25
+
+
+# ---- the network between nodes ----
+
+
+def test_a_machine_may_have_a_network(tmp_path):
+    assert read_machine(write(tmp_path, GOOD)).network is None
+    network = read_machine(write(tmp_path, GOOD + NETWORK)).network
+    assert network.gbytes_per_s == Figure(value=12.5, source="s", kind="announced")
+    assert (network.latency_us.value, network.over) == (5, ("lane",))
+
+
+QPI = """
+[link.qpi]
+scope = "between sockets"
+gbytes_per_s = { value = 10, source = "s", kind = "measured" }
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "line", "message"),
+    [
+        ("12.5", "0", 2, "a bandwidth must be above 0 GB/s"),
+        ("12.5", "-1", 2, "value -1 is negative"),
+        ("announced", "guessed", 2, "'guessed' must be one of"),
+        ("latency_us", "latency_ms", 1, "unknown key 'latency_ms'; known: latency_us"),
+        (NETWORK.splitlines()[2], "", 0, "network.latency_us is missing"),
+        (NETWORK.splitlines()[3], "", 0, "network.gbytes_per_s is missing"),
+        ('"lane"', '"lan"', 3, "network over unknown link 'lan'; known: lane"),
+        ('["lane"]', '["lane", "lane"]', 3, "link lane appears twice"),
+        ('["lane"]', f'["qpi"]\n{QPI}', 3, "link 'qpi', which joins sockets"),
+    ],
+)
+def test_errors_of_a_network_name_the_line(tmp_path, before, after, line, message):
+    text = GOOD + NETWORK
+    path = write(tmp_path, GOOD + NETWORK.replace(before, after, 1))
+    assert before in text
+    with pytest.raises(ValueError, match=message) as error:
+        read_machine(path)
+    assert str(error.value).startswith(f"{path}:{NETWORK_LINE + line}: ")
+
+
+@pytest.mark.parametrize("name", ["aws-g4dn", "aws-p3", "sdsc-p100"])
+def test_the_papers_machines_have_its_network(name):
+    network = load_machine(name).network
+    assert network.gbytes_per_s.value * 8 == 100
+    assert "Table I" in network.gbytes_per_s.source
