@@ -29,7 +29,14 @@ from coarse.profiler.routing import RoutingTable
 from coarse.profiler.start import OFF, FoundProfile
 from coarse.rendezvous import NodeMap, PeerWatch, gather_workers
 from coarse.schema import UPDATABLE_DTYPES, TensorSpec
-from coarse.session_checks import check_nodes, check_solo, check_specs, reducible
+from coarse.session_checks import (
+    check_emulated_nodes,
+    check_nodes,
+    check_solo,
+    check_specs,
+    reducible,
+    settings_for_nodes,
+)
 from coarse.settings import Settings
 from coarse.startup.device_processes import DeviceProcesses
 from coarse.startup.join import Joining, NodeDevices, agree_on_profile, connect, provide_devices
@@ -130,6 +137,8 @@ class Session:
                 watch.follow(store)
             with watch.telling():
                 check_nodes(settings, nodes.num_nodes)
+                check_emulated_nodes(settings, nodes)
+                settings = settings_for_nodes(settings, nodes.num_nodes)
                 joining = Joining(
                     identity=identity,
                     store=store,

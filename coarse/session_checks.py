@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from coarse.errors import RendezvousError
+from coarse.rendezvous import NodeMap
 from coarse.schema import ITEM_BYTES, TensorSpec
 from coarse.settings import Settings
 
@@ -39,12 +41,52 @@ def check_nodes(settings: Settings, num_nodes: int) -> None:
             f"memory devices are kept within one node only, but this job has {num_nodes} nodes; unset "
             "COARSE_KEEP_DEVICES"
         )
-    if settings.machine or settings.algorithm in ("ring", "exchange", "nccl"):
-        what = (
-            f"the machine {settings.machine}" if settings.machine else f"the algorithm {settings.algorithm!r}"
+    if settings.algorithm in ("ring", "exchange", "nccl"):
+        choices = "auto or direct" if settings.machine else "auto, direct or gather"
+        raise RendezvousError(
+            f"the algorithm {settings.algorithm!r} works only within one node, but this job has {num_nodes} nodes; "
+            f"set COARSE_ALGORITHM to {choices}"
         )
-        how = "unset COARSE_MACHINE" if settings.machine else "set COARSE_ALGORITHM to auto, direct or gather"
-        raise RendezvousError(f"{what} works only within one node, but this job has {num_nodes} nodes; {how}")
+    if settings.dense:
+        raise RendezvousError(
+            f"DENSE has one memory device for all workers, but this job has {num_nodes} nodes; unset COARSE_DENSE"
+        )
+    if settings.machine:
+        _check_network(settings.machine, num_nodes)
+
+
+def _check_network(machine: str, num_nodes: int) -> None:
+    from coarse.machine.catalogue import load_machine
+    from coarse.machine.wiring import check_network
+
+    try:
+        check_network(load_machine(machine), num_nodes)
+    except ValueError as error:
+        raise RendezvousError(str(error)) from None
+
+
+def check_emulated_nodes(settings: Settings, nodes: NodeMap) -> None:
+    """Raises RendezvousError unless the nodes of a job are such that links between them can be emulated."""
+    if not settings.machine or nodes.num_nodes == 1:
+        return
+    if len(set(nodes.boots)) > 1:
+        raise RendezvousError(
+            f"the links of {settings.machine} are emulated within one machine, but the nodes of this job are on "
+            "several; start all workers on one and divide them by COARSE_NODE, or unset COARSE_MACHINE"
+        )
+    if len(set(map(len, nodes.ranks))) > 1:
+        sizes = ", ".join(str(len(ranks)) for ranks in nodes.ranks)
+        raise RendezvousError(
+            f"emulated nodes are alike, but those of this job have {sizes} workers; give each the same number, or "
+            "unset COARSE_MACHINE"
+        )
+
+
+def settings_for_nodes(settings: Settings, num_nodes: int) -> Settings:
+    """The settings with the algorithm that works with this number of nodes, where it was left to COARSE."""
+    if settings.machine and settings.algorithm == "auto" and num_nodes > 1:
+        return replace(settings, algorithm="direct")  # whole shards: their pieces do not lead to other nodes
+    return settings
 
 
 @functools.cache  # numpy takes longer to name a dtype than the memory devices to reduce a few numbers

@@ -38,8 +38,9 @@ _DIRECT_ALLREDUCE_FLAGS = {
     "all-to-all": _native.DIRECT_ALLREDUCE | _native.ALL_TO_ALL,
     "two-way-ring": _native.DIRECT_ALLREDUCE,
     "tree": _native.DIRECT_ALLREDUCE,
+    "two-level": _native.DIRECT_ALLREDUCE,
 }
-_RELAYS = {"two-way-ring": _native.TWO_WAY_RING, "tree": _native.TREE}
+_RELAYS = {"two-way-ring": _native.TWO_WAY_RING, "tree": _native.TREE, "two-level": _native.TWO_LEVEL}
 
 
 class UpdateKind(enum.IntEnum):
@@ -510,8 +511,8 @@ class TensorGroup:
         Every worker calls it with the same argument, between two steps. Results stay the same.
 
         Args:
-            ways: The way of each shard, of coarse.profiler.direct_allreduce.WAYS. In the host's memory, where shards
-                cross no link, all use "all-to-all".
+            ways: The way of each shard, of coarse.profiler.direct_allreduce.WAYS_OVER_NODES. In the host's memory,
+                where shards cross no link, all use "all-to-all".
 
         Raises:
             ValueError: If cannot_use_direct_allreduce() returns a reason, or open_node_barrier() was not called.

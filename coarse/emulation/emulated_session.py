@@ -55,8 +55,13 @@ class EmulatedSession:
 
     @property
     def links(self) -> LinkTable:
-        """The links as the session started; set_bandwidth() does not change them."""
+        """The node's links as the session started; set_bandwidth() does not change them."""
         return self.emulation.links
+
+    @property
+    def job_links(self) -> LinkTable:
+        """The links of all nodes, likewise. transfers() and set_bandwidth() name its endpoints and buckets."""
+        return self.emulation.job_links
 
     @property
     def time_dilation(self) -> float:
@@ -67,7 +72,7 @@ class EmulatedSession:
         """Changes a capacity for all transfers that begin after the call.
 
         Args:
-            bucket: Name in `links.buckets`.
+            bucket: Name in `job_links.buckets`.
             gbytes_per_s: In the machine's time, not in dilated time; positive.
 
         Raises:

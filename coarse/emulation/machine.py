@@ -26,6 +26,7 @@ class Emulation:
         links: Links between the workers and memory devices of the node.
         time_dilation: Factor by which all transfers take longer than on the machine; positive.
         num_logged: Number of first transfers to log.
+        links_of_nodes: With several nodes, the links of all of them, as of coarse.machine.wiring; None with one.
 
     Raises:
         ValueError: If the dilation is not positive and finite, or a path has too many buckets.
@@ -34,11 +35,12 @@ class Emulation:
     links: LinkTable
     time_dilation: float = 1.0
     num_logged: int = 0
+    links_of_nodes: LinkTable | None = None
 
     def __post_init__(self) -> None:
         if not (self.time_dilation > 0 and math.isfinite(self.time_dilation)):
             raise ValueError(f"a time dilation of {self.time_dilation} is not positive and finite")
-        for row in self.links.paths:
+        for row in self.job_links.paths:
             for path in row:
                 if path is not None and len(path.buckets) > MOST_BUCKETS_PER_PATH:
                     raise ValueError(
@@ -51,15 +53,20 @@ class Emulation:
         """Name of the machine."""
         return self.links.machine
 
+    @property
+    def job_links(self) -> LinkTable:
+        """Links between all workers and memory devices of the job."""
+        return self.links if self.links_of_nodes is None else self.links_of_nodes
+
     def bucket_number(self, name: str) -> int:
-        """Position of a bucket.
+        """Position of a bucket in `job_links`.
 
         Raises:
             ValueError: If no bucket has that name; suggests the nearest ones.
         """
         from coarse.machine.named_files import suggestion
 
-        names = [bucket.name for bucket in self.links.buckets]
+        names = [bucket.name for bucket in self.job_links.buckets]
         if name not in names:
             raise ValueError(f"machine {self.machine} has no bucket {name!r}; {suggestion(name, names)}")
         return names.index(name)
@@ -71,6 +78,7 @@ class Emulation:
                 "links": self.links.to_json(),
                 "time_dilation": self.time_dilation,
                 "num_logged": self.num_logged,
+                "links_of_nodes": None if self.links_of_nodes is None else self.links_of_nodes.to_json(),
             }
         )
 
@@ -83,34 +91,46 @@ class Emulation:
         """
         try:
             values = json.loads(text)
+            of_nodes = values["links_of_nodes"]
             return cls(
                 links=LinkTable.from_json(values["links"]),
                 time_dilation=values["time_dilation"],
                 num_logged=values["num_logged"],
+                links_of_nodes=None if of_nodes is None else LinkTable.from_json(of_nodes),
             )
         except (KeyError, TypeError) as error:
             raise ValueError(f"not an emulation: {error!r}") from None
 
 
 def choose_emulation(
-    machine: str, table: PartitionTable, *, time_dilation: float, num_logged: int = 0, dense: str = ""
+    machine: str,
+    table: PartitionTable,
+    *,
+    time_dilation: float,
+    num_logged: int = 0,
+    dense: str = "",
+    num_nodes: int = 1,
 ) -> Emulation | None:
     """The emulation of a machine for the workers and memory devices of `table`; None if no machine is named.
 
     Args:
         machine: Name of a machine, or a TOML file; "" for none.
-        table: The workers that each memory device serves.
+        table: The workers that each memory device of a node serves.
         time_dilation, num_logged: As in Emulation.
         dense: Ratios of DENSE's loads and stores, as in LoadStore.parse(); "" for the links as they are.
+        num_nodes: Number of nodes, which are all such machines.
 
     Raises:
-        ValueError: If the machine does not exist, its file is wrong, or the table does not fit it.
+        ValueError: If the machine does not exist, its file is wrong, or the table does not fit it; if there are
+            several nodes and the machine has no network.
     """
     if not machine:
         return None
     from coarse.machine.catalogue import load_machine
 
-    links = link_table(load_machine(machine), table)
+    loaded = load_machine(machine)
+    links = link_table(loaded, table)
     if dense:
         links = dense_links(links, LoadStore.parse(dense))
-    return Emulation(links=links, time_dilation=time_dilation, num_logged=num_logged)
+    of_nodes = link_table(loaded, table, num_nodes=num_nodes) if num_nodes > 1 else None
+    return Emulation(links=links, time_dilation=time_dilation, num_logged=num_logged, links_of_nodes=of_nodes)

@@ -9,7 +9,7 @@ from coarse.kernels import _native
 
 def link_table_bytes(emulation: Emulation) -> int:
     """Size of the link table."""
-    links = emulation.links
+    links = emulation.job_links
     return _native.link_table_bytes(links.num_endpoints, len(links.buckets), emulation.num_logged)
 
 
@@ -18,10 +18,10 @@ def write_link_table(fd: int, emulation: Emulation) -> None:
     _native.write_link_table(
         fd,
         emulation.time_dilation,
-        [bucket.gbytes_per_s for bucket in emulation.links.buckets],
+        [bucket.gbytes_per_s for bucket in emulation.job_links.buckets],
         [
             [None if path is None else (path.latency_us, path.buckets) for path in row]
-            for row in emulation.links.paths
+            for row in emulation.job_links.paths
         ],
         emulation.num_logged,
     )

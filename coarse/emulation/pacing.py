@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PacingReport:
-    """Arrivals at all memory devices of the node so far.
+    """Arrivals at all memory devices of the job so far.
 
     Args:
         num_arrivals: Transfers that have arrived.
@@ -22,7 +22,8 @@ class PacingReport:
 class LoggedTransfer(NamedTuple):
     """One transfer as emulated links served it; times in the machine's microseconds since the session started.
 
-    `source` and `target` are endpoints: workers by client number, then memory devices (coarse.machine.links).
+    `source` and `target` are endpoints: workers by client number, then memory devices (coarse.machine.links). With
+    several nodes they are those of all nodes (coarse.machine.wiring).
     """
 
     source: int

@@ -12,6 +12,7 @@ ALL_GATHER: int
 ALL_TO_ALL: int
 TWO_WAY_RING: int
 TREE: int
+TWO_LEVEL: int
 BY_NCCL: int
 UPDATE: int
 REDUCED: int
@@ -291,6 +292,8 @@ class Proxy:
         collectives: CollectiveMemory = ...,
         exchange_logs_fd: int = -1,
         link_table_fd: int = -1,
+        node: int = 0,
+        num_nodes: int = 1,
     ) -> None: ...
     def join_nodes(self, node: int, ranks: Sequence[Sequence[int]], fds: Sequence[Sequence[int]]) -> None: ...
     def add_client(self, client: int, segment_fd: int) -> None: ...

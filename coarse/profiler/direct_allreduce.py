@@ -11,6 +11,12 @@ RING, ALL_GATHER, ALL_TO_ALL = "ring", "all-gather", "all-to-all"
 TWO_WAY_RING, TREE = "two-way-ring", "tree"
 WAYS = (RING, ALL_GATHER, ALL_TO_ALL, TWO_WAY_RING, TREE)
 
+TWO_LEVEL = "two-level"
+"""All-to-all within each node, and between its two iterations an exchange with the other nodes."""
+
+WAYS_OVER_NODES = (*WAYS, TWO_LEVEL)
+"""The ways among the workers of several nodes."""
+
 Collectives = Mapping[str, AlphaBeta]
 """Time of an all-reduce among the workers by each way, by its bytes."""
 

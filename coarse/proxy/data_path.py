@@ -74,7 +74,10 @@ class DataPath:
                 write_nccl_id(self._shared[NCCL_ID])
             except _native.NcclError as error:
                 self._do_without_nccl(error)
-        return dict(self._shared)
+        own = dict(self._shared)
+        if self._job.link_table_fd >= 0:  # every device has it
+            self._shared[LINK_TABLE] = Segment.received(self._job.link_table_fd)
+        return own
 
     def take_shared(self, segments: dict[str, Segment]) -> None:
         """Takes shared memory that another device has allocated."""
@@ -221,6 +224,8 @@ class DataPath:
             collectives=self._collectives(),
             exchange_logs_fd=self._shared[EXCHANGE_LOGS].fd if self._job.has_exchange else -1,
             link_table_fd=self._shared[LINK_TABLE].fd if self._job.emulation else -1,
+            node=self._job.node,
+            num_nodes=self._job.num_nodes,
         )
         if self._job.emulation:
             self._links = PacedLinks(self._shared[LINK_TABLE].fd)

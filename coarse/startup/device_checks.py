@@ -63,6 +63,11 @@ def _check_gpus(settings: Settings, num_nodes: int) -> None:
             "COARSE_ROUTING=profile works only within one node if memory devices are on GPUs, but this job "
             f"has {num_nodes} nodes; unset it"
         )
+    if settings.machine and num_nodes > 1:
+        raise ValueError(
+            "links between nodes are emulated for tensors in host memory, but memory devices are on GPUs and this "
+            f"job has {num_nodes} nodes; set COARSE_MEMORY_DEVICES to a number, or unset COARSE_MACHINE"
+        )
     if settings.machine:
         return
     if settings.routing == "profile" and settings.keep_devices:

@@ -46,6 +46,7 @@ class DeviceProcesses:
         node: Number of this node.
         links: This node's connections to the other nodes.
         emulation: Emulated links; None without emulation.
+        link_table_fd: The link table, if nodes share it; the caller closes it. -1 if the home device writes it.
         kept_in: An empty directory in which the workers of another attempt can find the devices. The devices then
             wait for that attempt if workers are lost. None if they end with the workers.
         replaces: Lost devices of `kept_in` that the new ones replace; None to start all.
@@ -65,6 +66,7 @@ class DeviceProcesses:
         node: int,
         links: NodeLinks,
         emulation: Emulation | None,
+        link_table_fd: int = -1,
         kept_in: Path | None = None,
         replaces: frozenset[int] | None = None,
         introduce: Callable[[int, int, int], None] | None = None,
@@ -88,6 +90,7 @@ class DeviceProcesses:
                         node=node,
                         nodes=nodes.ranks,
                         emulation="" if emulation is None else emulation.to_json(),
+                        link_table_fd=link_table_fd,
                         directory=self.directory,
                         listen_fd=listener.fileno(),
                         peer_fds=tuple(-1 if peer is None else peer.fileno() for peer in peers[device]),
@@ -185,6 +188,7 @@ def _job_of(
     node: int,
     nodes: tuple[tuple[int, ...], ...],
     emulation: str,
+    link_table_fd: int,
     directory: str,
     listen_fd: int,
     peer_fds: tuple[int, ...],
@@ -211,6 +215,7 @@ def _job_of(
         has_nccl=NCCL in algorithms and num_devices > 1,
         snapshot_pool_bytes=settings.snapshot_pool_bytes,
         emulation=emulation,
+        link_table_fd=link_table_fd,
         directory=directory,
         listen_fd=listen_fd,
         peer_fds=peer_fds,
@@ -230,7 +235,7 @@ def _start(job: DeviceJob) -> subprocess.Popen[bytes]:
     inherited = [
         read_end,
         job.listen_fd,
-        *(fd for fd in job.peer_fds if fd >= 0),
+        *(fd for fd in (job.link_table_fd, *job.peer_fds) if fd >= 0),
         *itertools.chain(*job.link_fds),
     ]
     # Own process group: the terminal's Ctrl-C is for workers, and the device ends after them. Not an own session:

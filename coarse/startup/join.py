@@ -35,6 +35,7 @@ from coarse.startup.device_processes import DeviceProcesses
 from coarse.startup.nearest_gpus import pair_with_nearest
 from coarse.startup.node_links import link_nodes
 from coarse.startup.persistent_devices import Keeping, find_persistent_devices, introducer, read_token
+from coarse.startup.shared_link_table import shared_link_table
 from coarse.store import Store
 from coarse.wire.algorithms import distant_gpus
 from coarse.wire.pace import choose_pace
@@ -130,6 +131,7 @@ def provide_devices(joining: Joining) -> NodeDevices:
             time_dilation=settings.time_dilation,
             num_logged=settings.transfer_log,
             dense=settings.dense,
+            num_nodes=joining.nodes.num_nodes,
         )
         directory, processes = _start_missing(joining, table, emulation)
     except (OSError, ValueError, CoarseError) as error:
@@ -193,14 +195,15 @@ def _start_missing(
     kept_in = None if found is None else found.directory
     if keeping is not None and found is None:
         kept_in = make_session_directory(keeping.attempt.job, keeping.session)
-    with link_nodes(
-        nodes,
-        node,
-        joining.store,
-        num_devices=table.num_devices,
-        settings=settings,
-        watch=joining.watch,
-    ) as links:
+    timeout_s, watch = settings.timeout_s, joining.watch
+    with (
+        shared_link_table(
+            nodes, node, joining.store, emulation, timeout_s=timeout_s, watch=watch
+        ) as link_table_fd,
+        link_nodes(
+            nodes, node, joining.store, num_devices=table.num_devices, settings=settings, watch=watch
+        ) as links,
+    ):
         processes = DeviceProcesses(
             table=table,
             settings=settings,
@@ -208,9 +211,10 @@ def _start_missing(
             node=node,
             links=links,
             emulation=emulation,
+            link_table_fd=link_table_fd,
             kept_in=kept_in,
             replaces=lost,
-            introduce=introducer(str(kept_in), settings, joining.watch),
+            introduce=introducer(str(kept_in), settings, watch),
         )
     return processes.directory, processes
 

@@ -107,7 +107,7 @@ class StepPlanning:
         # In the host's memory they do not, unless the settings request it (coarse.profiler.link_plan).
         by_profile = self._settings.routing == ("auto" if self._is_emulated else "profile")
         may_move = self._settings.sync_algorithm not in ("ring", "nccl")
-        return by_profile and may_move and self._profile is not None
+        return by_profile and may_move and self._profile is not None and self._is_one_node
 
     def _watch_links(self, session: TunedSession, group: TensorGroup) -> None:
         plans_dual_sync = self._settings.dual_sync != OFF and not self._cannot_reduce_on_host()

@@ -58,6 +58,8 @@ def describe_algorithm(settings: Settings, table: PartitionTable, *, num_nodes: 
     Args:
         settings, table, num_nodes: As for algorithms_of().
     """
+    if settings.machine and num_nodes > 1:
+        return f"algorithm: {settings.sync_algorithm}, the one that emulated links carry to other nodes"
     if settings.algorithm != "auto":
         return f"algorithm: {settings.algorithm}, set by COARSE_ALGORITHM"
     if settings.machine:

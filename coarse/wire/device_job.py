@@ -60,6 +60,7 @@ class DeviceJob:
         keep_s: How long to wait for the workers of the next attempt if workers are lost; 0 disables waiting.
         replicas: Extra copies of each memory device's contents, on the next devices of the ring.
         clients_of: The workers that each device serves.
+        link_table_fd: The link table, if several nodes share it; -1 if the home device writes it.
     """
 
     device: int
@@ -89,6 +90,7 @@ class DeviceJob:
     keep_s: float
     replicas: int = 0
     clients_of: tuple[tuple[int, ...], ...] = ()
+    link_table_fd: int = -1
 
     @property
     def memory(self) -> str:
@@ -144,7 +146,7 @@ class DeviceJob:
             own[EXCHANGE_LOGS] = _native.exchange_logs_bytes(self.num_devices)
         if self.is_home and self.has_nccl:
             own |= {COLLECTIVE_LOGS: _native.COLLECTIVE_LOGS_BYTES, NCCL_ID: NCCL_ID_BYTES}
-        if self.is_home and self.emulation:
+        if self.is_home and self.emulation and self.link_table_fd < 0:
             own[LINK_TABLE] = link_table_bytes(Emulation.from_json(self.emulation))
         if self.has_rings:
             own[self.ring_names()[self.device]] = _native.RING_SEGMENT_BYTES

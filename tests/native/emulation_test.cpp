@@ -11,20 +11,8 @@
 namespace coarse::test::emulation_test {
 namespace {
 
-/// A bucket for every ordered pair of endpoints: links that share nothing.
 LinkTableValues separateLinks(const ClusterShape& shape, double gbytesPerSecond, double latencyUs) {
-  const std::size_t count = shape.numClients + shape.numDevices;
-  LinkTableValues values;
-  values.paths.assign(count, std::vector<std::optional<PathValues>>(count));
-  for (std::size_t source = 0; source < count; ++source) {
-    for (std::size_t target = 0; target < count; ++target) {
-      if (source == target) continue;
-      values.paths[source][target] =
-          PathValues{latencyUs, {static_cast<std::uint32_t>(values.gbytesPerSecond.size())}};
-      values.gbytesPerSecond.push_back(gbytesPerSecond);
-    }
-  }
-  return values;
+  return test::separateLinks(shape.numClients + shape.numDevices, gbytesPerSecond, latencyUs);
 }
 
 GroupPlan tensorOf(Algorithm algorithm, std::size_t numClients, std::uint32_t numElements,

@@ -193,9 +193,29 @@ struct SharedState {
       segments.emplace_back(ClientSegment::numBytes(shape.numDevices));
   }
   Memory doorbells, ringLogs, collectiveLogs, exchangeLogs;
-  std::optional<Memory> linkTable;
   std::vector<Memory> rings, messages, segments;
 };
+
+inline std::shared_ptr<const Memory> makeLinkTable(const LinkTableValues& links) {
+  auto table = std::make_shared<Memory>(Pacer::numBytes(links.paths.size(), links.gbytesPerSecond.size()));
+  Pacer::write(table->fd, links);
+  return table;
+}
+
+/// A bucket for every ordered pair of endpoints: links that share nothing.
+inline LinkTableValues separateLinks(std::size_t numEndpoints, double gbytesPerSecond, double latencyUs) {
+  LinkTableValues values;
+  values.paths.assign(numEndpoints, std::vector<std::optional<PathValues>>(numEndpoints));
+  for (std::size_t source = 0; source < numEndpoints; ++source) {
+    for (std::size_t target = 0; target < numEndpoints; ++target) {
+      if (source == target) continue;
+      values.paths[source][target] =
+          PathValues{latencyUs, {static_cast<std::uint32_t>(values.gbytesPerSecond.size())}};
+      values.gbytesPerSecond.push_back(gbytesPerSecond);
+    }
+  }
+  return values;
+}
 
 /// All proxies and clients of a job. Client c is local to device c % numDevices.
 ///
@@ -204,12 +224,15 @@ class Cluster {
  public:
   /// @param links those that are emulated; none without.
   explicit Cluster(ClusterShape shape, const std::optional<LinkTableValues>& links = std::nullopt)
-      : shape_(shape), meeting_(std::make_shared<HostMeeting>(shape.numDevices, gate_)), shared_(shape) {
+      : Cluster(shape, links ? makeLinkTable(*links) : nullptr, {}) {}
+  /// @param linkTable that of all nodes; null for real links.
+  Cluster(ClusterShape shape, std::shared_ptr<const Memory> linkTable, NodeIndex index)
+      : shape_(shape),
+        meeting_(std::make_shared<HostMeeting>(shape.numDevices, gate_)),
+        index_(index),
+        shared_(shape),
+        linkTable_(std::move(linkTable)) {
     if (shape.isDeferred) tensorMemory_ = std::make_shared<DeferredMemory>(gate_);
-    if (links) {
-      shared_.linkTable.emplace(Pacer::numBytes(links->paths.size(), links->gbytesPerSecond.size()));
-      Pacer::write(shared_.linkTable->fd, *links);
-    }
     std::vector<int> watched;
     for (std::size_t device = 0; device < shape.numDevices; ++device) {
       int ends[2];
@@ -224,7 +247,7 @@ class Cluster {
       ClientConfig config;
       config.numDevices = shape.numDevices;
       config.watchFds = watched;
-      config.isEmulated = links.has_value();
+      config.isEmulated = linkTable_ != nullptr;
       clients_.push_back(
           std::make_unique<Client>(config, shared_.segments[client].fd, shared_.doorbells.fd, nullptr));
     }
@@ -247,7 +270,7 @@ class Cluster {
   const ClusterShape& shape() const { return shape_; }
   /// For deferred memory.
   Gate& gate() { return gate_; }
-  Pacer pacer() const { return Pacer(shared_.linkTable->fd); }
+  Pacer pacer() const { return Pacer(linkTable_->fd); }
   Proxy& proxy(std::size_t device) { return *proxies_[device]; }
   Client& client(std::size_t client) { return *clients_[client]; }
   Inbox& inbox(std::size_t client) { return ClientSegment(shared_.segments[client].data()).inbox(); }
@@ -398,7 +421,11 @@ class Cluster {
     config.numSyncCores = shape_.numSyncCores;
     config.scheduling = shape_.scheduling;
     config.exchangeLogsFd = shared_.exchangeLogs.fd;
-    if (shared_.linkTable) config.linkTableFd = shared_.linkTable->fd;
+    if (linkTable_ != nullptr) {
+      config.linkTableFd = linkTable_->fd;
+      config.node = index_.node;
+      config.numNodes = index_.numNodes;
+    }
     std::vector<std::vector<std::size_t>> clientsOf(shape_.numDevices);
     for (std::size_t client = 0; client < shape_.numClients; ++client)
       clientsOf[client % shape_.numDevices].push_back(client);
@@ -420,6 +447,7 @@ class Cluster {
   std::shared_ptr<HostMeeting> meeting_;
   NodeIndex index_;
   SharedState shared_;
+  std::shared_ptr<const Memory> linkTable_;
   std::vector<Fd> clientSockets_, deviceSockets_, eventFds_;
   mutable std::mutex memoryMutex_;  // guards memory_
   std::unordered_map<std::uint32_t, std::unique_ptr<GroupMemory>> memory_;

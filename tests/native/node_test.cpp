@@ -10,6 +10,7 @@
 #include <map>
 #include <memory>
 #include <numeric>
+#include <optional>
 #include <stdexcept>
 #include <vector>
 
@@ -28,10 +29,13 @@ std::pair<Fd, Fd> streamPair() {
 /// The devices and workers of several nodes in one process. Worker ranks count through all nodes.
 class Nodes {
  public:
-  explicit Nodes(const std::vector<ClusterShape>& shapes) : fds_(shapes.size()) {
+  /// @param linkTable emulated links of all nodes; null for real ones.
+  explicit Nodes(const std::vector<ClusterShape>& shapes,
+                 const std::shared_ptr<const Memory>& linkTable = nullptr)
+      : fds_(shapes.size()) {
     int rank = 0;
     for (std::size_t node = 0; node < shapes.size(); ++node) {
-      clusters_.push_back(std::make_unique<Cluster>(shapes[node]));
+      clusters_.push_back(std::make_unique<Cluster>(shapes[node], linkTable, NodeIndex{node, shapes.size()}));
       ranks_.emplace_back();
       for (std::size_t client = 0; client < shapes[node].numClients; ++client)
         ranks_.back().push_back(rank++);
@@ -781,6 +785,116 @@ TEST(NodeSetUp, RefusesRingsAndMemoryThatIsTooSmall) {
   plan.shards[0].algorithm = Algorithm::kRing;
   EXPECT_THROW(cluster.proxy(0).addGroup(plan, control.fd, {slots.fd}, true, small.fd),
                std::invalid_argument);
+}
+
+/// Nodes whose links, also those between them, are emulated: a bucket for every pair of endpoints. Endpoints
+/// are the workers of all nodes, then their devices.
+class EmulatedNodes {
+ public:
+  static constexpr double kGbytesPerSecond = 0.1;
+  static constexpr double kLatencyUs = 1000;
+
+  EmulatedNodes(std::size_t numNodes, ClusterShape shape)
+      : table_(makeLinkTable(
+            separateLinks(numNodes * (shape.numClients + shape.numDevices), kGbytesPerSecond, kLatencyUs))),
+        nodes_(std::vector<ClusterShape>(numNodes, shape), table_) {
+    nodes_.start();
+  }
+
+  /// One step of a tensor of float32, in shards of 1 << 18 bytes; checks the sums. @returns its seconds.
+  double step(std::uint32_t numShards, std::optional<Relay> relay = std::nullopt, std::uint32_t number = 1) {
+    constexpr std::uint32_t kShardElements = 1 << 16;
+    const std::uint32_t numElements = numShards * kShardElements;
+    if (number == 1)
+      nodes_.addGroup(makePlan(1, 1, {{numElements, DType::kFloat32, ReduceOp::kSum, Algorithm::kDirect}},
+                               kShardElements));
+    std::vector<std::size_t> everybody(nodes_.numWorkers());
+    std::iota(everybody.begin(), everybody.end(), std::size_t{0});
+    const Bytes expected = result(DType::kFloat32, ReduceOp::kSum, numElements, everybody, number, 1);
+    const MonotonicNs begin = monotonicNow();
+    together(nodes_.numWorkers(), [&](std::size_t rank) {
+      Client& worker = nodes_.worker(rank);
+      if (relay)
+        worker.setDirectAllReduceFlags(
+            1, std::vector<std::uint8_t>(numShards, kDirectAllReduce),
+            std::vector<std::uint8_t>(numShards, static_cast<std::uint8_t>(*relay)));
+      Bytes data = contribution(DType::kFloat32, numElements, rank, number);
+      ASSERT_EQ(worker.push(1, 0, kPresent, data.data()), WaitStatus::kDone);
+      ASSERT_EQ(worker.pull(1, 0, data.data(), kPatienceSeconds), WaitStatus::kDone);
+      EXPECT_EQ(data, expected);
+    });
+    return static_cast<double>(monotonicNow() - begin) / 1e9;
+  }
+  std::uint64_t bytes(std::size_t source, std::size_t target) const {
+    return Pacer(table_->fd).statistics(source, target).numBytes;
+  }
+
+ private:
+  std::shared_ptr<const Memory> table_;
+  Nodes nodes_;
+};
+
+constexpr std::uint64_t kShardBytes = 1 << 18;
+
+TEST(EmulatedNetwork, CarriesEachPartialAndResultOnce) {
+  EmulatedNodes nodes(2, {2, 2, 1});
+  const double seconds = nodes.step(4);
+  // Shard s goes between the devices s mod 2, as a partial to node s mod 2 and back as a result.
+  for (std::size_t device = 0; device < 2; ++device) {
+    EXPECT_EQ(nodes.bytes(4 + device, 6 + device), 2 * kShardBytes);
+    EXPECT_EQ(nodes.bytes(6 + device, 4 + device), 2 * kShardBytes);
+  }
+  EXPECT_EQ(nodes.bytes(4, 7) + nodes.bytes(5, 6) + nodes.bytes(6, 5) + nodes.bytes(7, 4), 0U);
+  // The second shard of a device: both pushes, its contribution, partial, results between nodes and devices,
+  // pull.
+  EXPECT_GE(seconds, (2 + 5) * kShardBytes / 0.1e9 + 6e-3 - 1e-6);
+}
+
+TEST(EmulatedNetwork, AddsALatencyToEachHopOnce) {
+  EmulatedNodes nodes(2, {1, 1, 1});
+  const double seconds = nodes.step(1);
+  // Push, partial, result, pull.
+  EXPECT_GE(seconds, 4 * (kShardBytes / 0.1e9 + 1e-3) - 1e-6);
+}
+
+TEST(EmulatedNetwork, CarriesTheSecondLevelOfADirectAllReduce) {
+  EmulatedNodes nodes(2, {2, 2, 1});
+  const double seconds = nodes.step(1, Relay::kTwoLevel);
+  for (std::size_t source = 0; source < 8; ++source) {
+    for (std::size_t target = 0; target < 8; ++target) {
+      const bool isWorkers = source < 4 && target < 4 && source != target;
+      const bool isSameNode = source / 2 == target / 2, isSameNumber = source % 2 == target % 2;
+      const std::uint64_t expected = !isWorkers     ? 0
+                                     : isSameNode   ? kShardBytes
+                                     : isSameNumber ? kShardBytes / 2
+                                                    : 0;
+      if (source != target) EXPECT_EQ(nodes.bytes(source, target), expected) << source << " to " << target;
+    }
+  }
+  EXPECT_GE(seconds, 3 * (kShardBytes / 2 / 0.1e9 + 1e-3) - 1e-6);
+}
+
+TEST(EmulatedNetwork, OfThreeNodesReducesAndGathersTheSums) {
+  EmulatedNodes nodes(3, {1, 1, 1});
+  nodes.step(1, Relay::kTwoLevel);
+  const std::uint64_t third = (kShardBytes + 2) / 3;
+  EXPECT_EQ(nodes.bytes(0, 1), 2 * third);
+  EXPECT_EQ(nodes.bytes(2, 0), 2 * third);
+}
+
+TEST(EmulatedNetwork, CarriesARingOfAllWorkers) {
+  EmulatedNodes nodes(2, {2, 1, 1});
+  for (std::uint32_t number = 1; number <= 3; ++number) nodes.step(3, Relay::kRing, number);
+  for (std::size_t worker = 0; worker < 4; ++worker)
+    EXPECT_EQ(nodes.bytes(worker, (worker + 1) % 4), std::uint64_t{3} * 3 * 6 * kShardBytes / 4);
+}
+
+TEST(EmulatedNetwork, NeedsTheTableOfItsNodes) {
+  const auto table = makeLinkTable(separateLinks(4, 1, 1));
+  Cluster cluster({1, 1, 1}, table, NodeIndex{0, 2});
+  const auto [ours, theirs] = streamPair();
+  const int fd = theirs;
+  EXPECT_THROW(cluster.proxy(0).joinNodes(1, {{0}, {1}}, {{fd}, {}}), std::invalid_argument);
 }
 
 }  // namespace

@@ -55,7 +55,7 @@ class Ring {
       links.position = isForward ? device : (p - device) % p;
       links.numDevices = p;
       if (linkTable >= 0)
-        links_[device] = DeviceLinks(std::make_unique<Pacer>(linkTable), plan_.numClients, p);
+        links_[device] = DeviceLinks(std::make_unique<Pacer>(linkTable), {plan_.numClients, p});
       cores_.push_back(std::make_unique<RingCore>(
           links, links_[device], makeCompute(), clientsOf[device],
           [this](std::uint32_t group) { return isKnown_ && group == plan_.id ? group_.get() : nullptr; },

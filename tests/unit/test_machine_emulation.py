@@ -76,3 +76,13 @@ def test_memory_of_a_gpu_plays_whatever_gpu_of_the_machine_the_table_says(tmp_pa
     on_gpus, on_host = (choose_emulation("aws-p3", table, time_dilation=20.0) for table in tables)
     assert tables[0].memories == ("cuda:0", "cuda:0")
     assert on_gpus == on_host
+
+
+def test_several_nodes_keep_the_links_of_one_beside_those_of_all():
+    table = PartitionTable.even(num_workers=2, num_devices=2)
+    emulation = choose_emulation("aws-p3", table, time_dilation=2.0, num_nodes=3)
+    assert (emulation.links.num_workers, emulation.job_links.num_workers) == (2, 6)
+    assert emulation.bucket_number("node 2 network in") >= 0
+    assert Emulation.from_json(emulation.to_json()) == emulation
+    alone = choose_emulation("aws-p3", table, time_dilation=2.0)
+    assert alone.job_links is alone.links == emulation.links

@@ -18,7 +18,7 @@ INCLUDES = {
     "snapshot": {"reduce", "shared_memory"},
     "tensors": {"emulation", "reduce", "shared_memory", "snapshot"},
     "recovery": {"shared_memory", "tensors"},
-    "node": {"reduce", "shared_memory", "tensors"},
+    "node": {"emulation", "reduce", "shared_memory", "tensors"},
     "collectives": {"node", "reduce", "shared_memory"},
     "client": {"recovery", "reduce", "shared_memory", "tensors"},
     "device": {"emulation", "node", "recovery", "reduce", "shared_memory", "tensors"},

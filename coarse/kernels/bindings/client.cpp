@@ -55,6 +55,7 @@ void registerClient(py::module_& module) {
   module.attr("ALL_TO_ALL") = static_cast<int>(kAllToAll);
   module.attr("TWO_WAY_RING") = static_cast<int>(Relay::kTwoWayRing);
   module.attr("TREE") = static_cast<int>(Relay::kTree);
+  module.attr("TWO_LEVEL") = static_cast<int>(Relay::kTwoLevel);
   module.attr("BY_NCCL") = static_cast<int>(kByNccl);
   module.attr("UPDATE") = static_cast<int>(kUpdate);
   module.attr("REDUCED") = static_cast<int>(kReduced);

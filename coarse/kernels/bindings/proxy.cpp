@@ -75,7 +75,8 @@ void registerProxy(py::module_& module) {
       .def(py::init([](std::size_t device, std::size_t numDevices, std::size_t numClients,
                        std::size_t numSyncCores, int scheduling, std::vector<std::size_t> localClients,
                        std::uint32_t spinMicroseconds, int doorbellsFd, int eventFd, const RingMemory& rings,
-                       const CollectiveMemory& collectives, int exchangeLogsFd, int linkTableFd) {
+                       const CollectiveMemory& collectives, int exchangeLogsFd, int linkTableFd,
+                       std::size_t node, std::size_t numNodes) {
              ProxyConfig config;
              config.device = device;
              config.numDevices = numDevices;
@@ -86,13 +87,16 @@ void registerProxy(py::module_& module) {
              config.spinMicroseconds = spinMicroseconds;
              config.exchangeLogsFd = exchangeLogsFd;
              config.linkTableFd = linkTableFd;
+             config.node = node;
+             config.numNodes = numNodes;
              return std::make_unique<Proxy>(std::move(config), doorbellsFd, eventFd, rings, collectives);
            }),
            py::kw_only(), py::arg("device"), py::arg("num_devices"), py::arg("num_clients"),
            py::arg("num_sync_cores"), py::arg("scheduling"), py::arg("local_clients"), py::arg("spin_us"),
            py::arg("doorbells_fd"), py::arg("event_fd"), py::arg_v("rings", RingMemory(), "RingMemory()"),
            py::arg_v("collectives", CollectiveMemory(), "CollectiveMemory()"),
-           py::arg("exchange_logs_fd") = -1, py::arg("link_table_fd") = -1)
+           py::arg("exchange_logs_fd") = -1, py::arg("link_table_fd") = -1, py::arg("node") = 0,
+           py::arg("num_nodes") = 1)
       .def("join_nodes", &Proxy::joinNodes, py::arg("node"), py::arg("ranks"), py::arg("fds"))
       .def("add_client", &Proxy::addClient, py::arg("client"), py::arg("segment_fd"))
       .def("start", &Proxy::start)

@@ -42,7 +42,8 @@ std::string unsupported(const GroupPlan& plan, const SessionPaths& paths) {
       return "optimizers run in coherent memory only; choose the algorithm auto, direct or gather";
     if (plan.isTable(shard) && hasNodes)
       return "rows of tables do not lead to other nodes; this session has several";
-    if (hasNodes && (algorithm == Algorithm::kRing || algorithm == Algorithm::kExchange))
+    const bool isExchangeOfNode = algorithm == Algorithm::kExchange && !paths.isPaced;
+    if (hasNodes && (algorithm == Algorithm::kRing || isExchangeOfNode))
       return "rings and exchanges do not lead to other nodes; choose another algorithm when the session "
              "starts";
     if (algorithm == Algorithm::kRing && !paths.hasRings && paths.numDevices > 1)

@@ -6,20 +6,13 @@
 namespace coarse {
 namespace {
 
-std::size_t numPieces(const TensorGroup& group, std::uint32_t shard) noexcept {
-  const ShardShape shape = group.shape(shard);
-  const bool isCut = group.plan().shards[shard].algorithm == Algorithm::kExchange &&
-                     shape.numElements * itemBytes(shape.dtype) > kSmallestExchangeBytes;
-  return isCut ? group.plan().numClients : 1;
-}
-
-/// The client whose device reduces piece `piece`. Small shards take turns.
-std::size_t reducerOf(std::uint32_t shard, std::size_t piece, std::size_t numClients) noexcept {
-  return (shard + piece) % numClients;
-}
-
 std::uint64_t keyOf(const RingEntry& entry) noexcept {
   return std::uint64_t{entry.group} << 32 | entry.shard;
+}
+
+/// The workers, of all nodes, that contributed to the current step of a shard.
+std::uint32_t numContributors(const TensorGroup& group, std::uint32_t shard) noexcept {
+  return group.control().contributors(shard).load(std::memory_order_relaxed);
 }
 
 /// Appends a piece, merging it with the last one if they are adjacent.
@@ -35,19 +28,33 @@ void append(std::vector<ShardPiece>& pieces, const ShardPiece& piece) {
 }  // namespace
 
 DeviceExchange::DeviceExchange(ExchangePeers peers, DeviceLinks& links, FindGroup findGroup,
-                               ComputeOf computeOf, ClientDone clientDone)
+                               ComputeOf computeOf, ClientDone clientDone, PassToNodes passToNodes)
     : peers_(peers),
       links_(links),
       findGroup_(std::move(findGroup)),
       computeOf_(std::move(computeOf)),
-      clientDone_(std::move(clientDone)) {}
+      clientDone_(std::move(clientDone)),
+      passToNodes_(std::move(passToNodes)) {}
+
+std::size_t DeviceExchange::numPieces(const TensorGroup& group, std::uint32_t shard) const noexcept {
+  const ShardShape shape = group.shape(shard);
+  const bool isCut = group.plan().shards[shard].algorithm == Algorithm::kExchange && !passToNodes_ &&
+                     shape.numElements * itemBytes(shape.dtype) > kSmallestExchangeBytes;
+  return isCut ? group.plan().numClients : 1;
+}
+
+/// The device that reduces piece `piece`: of each client in turn, or with several nodes the same on all of
+/// them.
+std::size_t DeviceExchange::reducerOf(const TensorGroup& group, std::uint32_t shard,
+                                      std::size_t piece) const noexcept {
+  if (passToNodes_) return shard % peers_.numDevices;
+  return group.deviceOf(shard, (shard + piece) % group.plan().numClients);
+}
 
 void DeviceExchange::distribute(TensorGroup& group, const RingEntry& entry) {
-  const std::size_t numClients = group.plan().numClients;
   const std::size_t count = numPieces(group, entry.shard);
   std::vector<bool> isReducer(peers_.numDevices, false);
-  for (std::size_t piece = 0; piece < count; ++piece)
-    isReducer[group.deviceOf(entry.shard, reducerOf(entry.shard, piece, numClients))] = true;
+  for (std::size_t piece = 0; piece < count; ++piece) isReducer[reducerOf(group, entry.shard, piece)] = true;
   const auto numReducers = static_cast<std::uint32_t>(std::count(isReducer.begin(), isReducer.end(), true));
   // relaxed: appendToRing() releases.
   group.control().devicesLeft(entry.shard).store(numReducers, std::memory_order_relaxed);
@@ -72,11 +79,10 @@ DeviceExchange::Task DeviceExchange::makeTask(const TensorGroup& group, const Ri
   Task task;
   task.entry = entry;
   task.shape = group.shape(entry.shard);
-  const std::size_t numClients = group.plan().numClients;
   const std::size_t count = numPieces(group, entry.shard);
   std::size_t numElements = 0;
   for (std::size_t piece = 0; piece < count; ++piece) {
-    if (group.deviceOf(entry.shard, reducerOf(entry.shard, piece, numClients)) != peers_.device) continue;
+    if (reducerOf(group, entry.shard, piece) != peers_.device) continue;
     const ShardPiece own = pieceOf(task.shape.numElements, piece, count);
     append(task.pieces, own);
     numElements += own.end - own.begin;
@@ -85,13 +91,15 @@ DeviceExchange::Task DeviceExchange::makeTask(const TensorGroup& group, const Ri
   return task;
 }
 
-/// Waits for contributions of other devices' clients over their links; then the pieces can be reduced.
+/// Waits for contributions of other devices' clients over their links; then the pieces can be reduced. Those
+/// of a direct all-reduce stay with the workers.
 void DeviceExchange::fetch(const TensorGroup& group, Task task) {
   const std::uint32_t shard = task.entry.shard;
   const MonotonicNs sentAt =
       links_.isPaced() ? timeOf(task.entry.completedAt, monotonicNow()) : MonotonicNs{0};
   std::vector<std::size_t> bytesFrom(peers_.numDevices, 0);
-  for (std::size_t client = 0; client < group.plan().numClients; ++client) {
+  for (std::size_t client = 0; client < group.plan().numClients && !group.usesDirectAllReduce(shard);
+       ++client) {
     if (group.isPresent(shard, client)) bytesFrom[group.deviceOf(shard, client)] += task.numBytes;
   }
   bytesFrom[peers_.device] = 0;
@@ -111,6 +119,10 @@ void DeviceExchange::fetch(const TensorGroup& group, Task task) {
 void DeviceExchange::beginReduction(Task task, MonotonicNs arrivesAt, MonotonicNs lead) {
   TensorGroup* group = findGroup_(task.entry.group);
   if (group == nullptr) return;  // removed because the session failed
+  if (passToNodes_) {
+    task.entry.completedAt = stampOf(arrivesAt);
+    return passToNodes_(*group, task.entry);
+  }
   const ShardTask work{group, task.entry, task.pieces, links_.isPaced() ? arrivesAt : 0};
   task.isReduced = work.pieces.empty();
   reducing_.insert_or_assign(keyOf(work.entry), std::move(task));
@@ -143,6 +155,16 @@ void DeviceExchange::conclude(std::uint64_t key) {
   if (!found->second.isReduced || !found->second.isSent) return;
   Task task = std::move(found->second);
   reducing_.erase(found);
+  finishAt(std::move(task));
+}
+
+void DeviceExchange::deliver(TensorGroup& group, const RingEntry& entry) {
+  Task task = makeTask(group, entry);
+  task.resultsAt = sendResults(group, task, timeOf(entry.completedAt, monotonicNow()));
+  finishAt(std::move(task));
+}
+
+void DeviceExchange::finishAt(Task task) {
   const MonotonicNs resultsAt = task.resultsAt;
   links_.at(resultsAt, [this, task = std::move(task)](MonotonicNs sentAt) {
     TensorGroup* finished = findGroup_(task.entry.group);
@@ -153,7 +175,7 @@ void DeviceExchange::conclude(std::uint64_t key) {
 /// @returns the time when the pieces are at every device that holds a contribution.
 MonotonicNs DeviceExchange::sendResults(const TensorGroup& group, const Task& task, MonotonicNs sentAt) {
   const std::uint32_t shard = task.entry.shard;
-  if (group.numPresent(shard) == 0) return sentAt;
+  if (numContributors(group, shard) == 0) return sentAt;
   std::vector<bool> receives(peers_.numDevices, false);
   for (std::size_t client = 0; client < group.plan().numClients; ++client)
     receives[group.deviceOf(shard, client)] = true;
@@ -172,7 +194,7 @@ void DeviceExchange::finishDevice(TensorGroup& group, const Task& task, Monotoni
   // acq_rel: the last one sees the pieces of all others, and publishes them with each completion flag.
   if (group.control().devicesLeft(entry.shard).fetch_sub(1, std::memory_order_acq_rel) != 1) return;
   const std::size_t numBytes =
-      group.numPresent(entry.shard) == 0 ? 0 : task.shape.numElements * itemBytes(task.shape.dtype);
+      numContributors(group, entry.shard) == 0 ? 0 : task.shape.numElements * itemBytes(task.shape.dtype);
   for (std::size_t client = 0; client < group.plan().numClients; ++client) {
     const std::size_t device = group.deviceOf(entry.shard, client);
     const MonotonicNs due = links_.reserve(links_.endpointOfDevice(device), links_.endpointOfClient(client),

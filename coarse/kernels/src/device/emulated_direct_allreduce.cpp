@@ -33,16 +33,30 @@ std::size_t inSecondTree(std::size_t rank, std::size_t numRanks) {
 EmulatedDirectAllReduce::EmulatedDirectAllReduce(DeviceLinks& links, FindGroup findGroup, Reduce reduce)
     : links_(links), findGroup_(std::move(findGroup)), reduce_(std::move(reduce)) {}
 
-void EmulatedDirectAllReduce::start(const TensorGroup& group, const RingEntry& entry) {
-  iterate(makeTask(group, entry), 0, timeOf(entry.completedAt, monotonicNow()));
+void EmulatedDirectAllReduce::start(const TensorGroup& group, const RingEntry& entry,
+                                    std::uint32_t numPresent) {
+  iterate(makeTask(group, entry, numPresent), 0, timeOf(entry.completedAt, monotonicNow()));
+}
+
+/// Two nodes exchange their sums at once; more nodes reduce and gather them.
+EmulatedDirectAllReduce::Task EmulatedDirectAllReduce::makeTwoLevels(const RingEntry& entry,
+                                                                     std::size_t numWorkers,
+                                                                     std::size_t numBytes) const {
+  const std::size_t numNodes = links_.numNodes(), perNode = numWorkers / numNodes;
+  const std::size_t part = (numBytes + perNode - 1) / perNode;
+  const std::size_t numBetween = std::min<std::size_t>(numNodes - 1, 2);
+  Task task{entry, numWorkers, 2 + numBetween, 0, part};
+  task.isTwoLevel = true;
+  task.numBytesBetweenNodes = numBetween == 2 ? (part + numNodes - 1) / numNodes : part;
+  return task;
 }
 
 EmulatedDirectAllReduce::Task EmulatedDirectAllReduce::makeTask(const TensorGroup& group,
-                                                                const RingEntry& entry) {
+                                                                const RingEntry& entry,
+                                                                std::uint32_t numPresent) const {
   const ShardShape shape = group.shape(entry.shard);
-  const std::size_t p = group.plan().numClients;
-  const std::size_t whole =
-      group.numPresent(entry.shard) == 0 ? 0 : shape.numElements * itemBytes(shape.dtype);
+  const std::size_t p = links_.numNodes() * group.plan().numClients;
+  const std::size_t whole = numPresent == 0 ? 0 : shape.numElements * itemBytes(shape.dtype);
   const std::size_t part = (whole + p - 1) / p;
   const std::uint8_t flags = group.directAllReduceFlags(entry.shard);
   if ((flags & kAllGather) != 0) return {entry, p, 1, p - 1, whole};
@@ -52,19 +66,41 @@ EmulatedDirectAllReduce::Task EmulatedDirectAllReduce::makeTask(const TensorGrou
       return {entry, p, 2 * (p - 1), 1, (part + 1) / 2, true};
     case Relay::kTree:
       return {entry, p, 2 * heightOf(p), 0, (whole + 1) / 2};
+    case Relay::kTwoLevel:
+      return makeTwoLevels(entry, p, whole);
     case Relay::kRing:
       break;
   }
   return {entry, p, 2 * (p - 1), 1, part};
 }
 
-void EmulatedDirectAllReduce::forEachTransfer(const Task& task, std::size_t iteration, const Send& send) {
+void EmulatedDirectAllReduce::forEachTransfer(const Task& task, std::size_t iteration,
+                                              const Send& send) const {
+  if (task.isTwoLevel) return forEachTransferInLevels(task, iteration, send);
   if (task.numTargets == 0) return forEachTransferInTrees(task, iteration, send);
   for (std::size_t distance = 1; distance <= task.numTargets; ++distance) {
     for (std::size_t worker = 0; worker < task.numWorkers; ++worker) {
       const std::size_t target = (worker + distance) % task.numWorkers;
       send(worker, target);
       if (task.isTwoWay) send(target, worker);
+    }
+  }
+}
+
+/// In the first and the last iteration workers of one node send to each other.
+bool EmulatedDirectAllReduce::isBetweenNodes(const Task& task, std::size_t iteration) noexcept {
+  return task.isTwoLevel && iteration > 0 && iteration + 1 < task.numIterations;
+}
+
+void EmulatedDirectAllReduce::forEachTransferInLevels(const Task& task, std::size_t iteration,
+                                                      const Send& send) const {
+  const std::size_t perNode = task.numWorkers / links_.numNodes();
+  for (std::size_t source = 0; source < task.numWorkers; ++source) {
+    for (std::size_t target = 0; target < task.numWorkers; ++target) {
+      const bool isSameNode = source / perNode == target / perNode;
+      const bool isSameNumber = source % perNode == target % perNode;
+      const bool isBetween = isBetweenNodes(task, iteration);
+      if (isSameNode != isSameNumber && isBetween == isSameNumber) send(source, target);
     }
   }
 }
@@ -87,13 +123,17 @@ void EmulatedDirectAllReduce::forEachTransferInTrees(const Task& task, std::size
 void EmulatedDirectAllReduce::iterate(const Task& task, std::size_t iteration, MonotonicNs sentAt) {
   if (iteration == task.numIterations) {
     TensorGroup* group = findGroup_(task.entry.group);
-    if (group != nullptr) reduce_(*group, task.entry);  // otherwise removed because the session failed
+    if (group == nullptr) return;  // removed because the session failed
+    RingEntry done = task.entry;
+    done.completedAt = stampOf(sentAt);
+    reduce_(*group, done);
     return;
   }
   MonotonicNs due = sentAt;
+  const std::size_t numBytes = isBetweenNodes(task, iteration) ? task.numBytesBetweenNodes : task.numBytes;
+  // The workers of all nodes are the first endpoints.
   forEachTransfer(task, iteration, [&](std::size_t source, std::size_t target) {
-    due = std::max(due, links_.reserve(links_.endpointOfClient(source), links_.endpointOfClient(target),
-                                       task.numBytes, sentAt, task.entry.shard));
+    due = std::max(due, links_.reserve(source, target, numBytes, sentAt, task.entry.shard));
   });
   links_.at(due, [this, task, iteration](MonotonicNs arrivedAt) { iterate(task, iteration + 1, arrivedAt); });
 }

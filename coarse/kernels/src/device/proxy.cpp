@@ -75,8 +75,8 @@ Proxy::Proxy(ProxyConfig config, int doorbellsFd, int eventFd, const RingMemory&
 
 void Proxy::openLinks() {
   if (config_.linkTableFd >= 0) {
-    links_ =
-        DeviceLinks(std::make_unique<Pacer>(config_.linkTableFd), config_.numClients, config_.numDevices);
+    links_ = DeviceLinks(std::make_unique<Pacer>(config_.linkTableFd),
+                         {config_.numClients, config_.numDevices, config_.node, config_.numNodes});
   }
   prober_ = std::make_unique<Prober>(config_.device, config_.numDevices, links_,
                                      [this](const RingEntry& entry, std::size_t client) {
@@ -97,11 +97,49 @@ void Proxy::openLinks() {
       [this](TensorGroup& group, const RingEntry& entry, std::size_t client) {
         if (client == 0) count(group.shape(entry.shard));
         finishShard(group, entry, client);
-      });
+      },
+      config_.numNodes == 1
+          ? DeviceExchange::PassToNodes()
+          : [this](TensorGroup& group, const RingEntry& entry) { nodeExchange_->contribute(group, entry); });
   if (!links_.isPaced()) return;
   emulatedDirectAllReduce_ = std::make_unique<EmulatedDirectAllReduce>(
       links_, [this](std::uint32_t group) { return groups_.find(group); },
-      [this](TensorGroup& group, const RingEntry& entry) { beginShard(group, entry); });
+      [this](TensorGroup& group, const RingEntry& entry) {
+        nodeExchange_ == nullptr ? beginShard(group, entry) : nodeExchange_->reduce(group, entry);
+      });
+}
+
+/// Frames to other nodes over emulated links. Sync core 0 takes those that arrive.
+NodePacing Proxy::nodePacing() {
+  NodePacing pacing;
+  pacing.arrivalOf = [this](const TensorGroup& group, std::size_t node, const FrameHeader& header,
+                            MonotonicNs sentAt) {
+    // In a direct all-reduce the workers exchange the bytes.
+    if (group.usesDirectAllReduce(header.shard)) return sentAt;
+    return links_.reserve(links_.endpointOfDevice(config_.device),
+                          links_.endpointOfDevice(config_.device, node), header.payloadBytes, sentAt,
+                          header.shard);
+  };
+  pacing.at = [this](MonotonicNs due, std::function<void()> action) {
+    const std::lock_guard<std::mutex> lock(nodeTasksMutex_);
+    nodeArrivals_.push_back({due, std::move(action)});
+    doorbells_[config_.device].ring();
+  };
+  pacing.gathered = [this](TensorGroup& group, const RingEntry& entry, std::uint32_t numPresent) {
+    if (group.usesDirectAllReduce(entry.shard)) {
+      emulatedDirectAllReduce_->start(group, entry, numPresent);
+    } else {
+      nodeExchange_->reduce(group, entry);
+    }
+  };
+  return pacing;
+}
+
+/// Finishes a shard whose result over all nodes is in every slot.
+void Proxy::finishNodesShard(TensorGroup& group, const RingEntry& entry) {
+  if (!links_.isPaced()) return takeMean(group, entry);
+  if (group.usesDirectAllReduce(entry.shard)) return concludeShard(group, entry);
+  deviceExchange_->deliver(group, entry);
 }
 
 /// For both, each device finishes the shards for its own clients.
@@ -127,18 +165,21 @@ void Proxy::joinNodes(std::size_t node, std::vector<std::vector<int>> ranks,
                       const std::vector<std::vector<int>>& fds) {
   config_.ranks = ranks.at(node);
   config_.validate();
+  if (links_.isPaced() && (node != config_.node || ranks.size() != config_.numNodes))
+    throw std::invalid_argument("the link table is for another node or number of nodes");
   nodeExchange_ = std::make_unique<NodeExchange>(
       node, std::move(ranks), fds,
       [this](TensorGroup& group, const RingEntry& entry, ShardArrays arrays) {
         reduceForNodes(group, entry, std::move(arrays));
       },
-      [this](TensorGroup& group, const RingEntry& entry) { takeMean(group, entry); },
+      [this](TensorGroup& group, const RingEntry& entry) { finishNodesShard(group, entry); },
       [this](std::string message) { report(-1, std::move(message)); },
       [this](NodeEvent event) {
         const std::lock_guard<std::mutex> lock(eventsMutex_);
         nodeEvents_.push_back(std::move(event));
         notify();
-      });
+      },
+      links_.isPaced() ? nodePacing() : NodePacing());
 }
 
 void Proxy::addClient(std::size_t client, int segmentFd) { intake_.addClient(client, segmentFd); }
@@ -497,12 +538,16 @@ void Proxy::finishNodeTasks() {
 /// @returns whether there were any tasks.
 bool Proxy::beginNodeTasks() {
   std::vector<ShardTask> tasks;
+  std::vector<NodeArrival> arrivals;
   {
     const std::lock_guard<std::mutex> lock(nodeTasksMutex_);
     tasks.swap(nodeTasks_);
+    arrivals.swap(nodeArrivals_);
   }
   for (const ShardTask& task : tasks) computeOf(*task.group).begin(task);
-  return !tasks.empty();
+  for (NodeArrival& each : arrivals)
+    links_.at(each.due, [action = std::move(each.action)](MonotonicNs) { action(); });
+  return !tasks.empty() || !arrivals.empty();
 }
 
 /// Finishes a shard whose mean over all nodes is in every slot. Called from sync cores and from the thread of

@@ -106,7 +106,7 @@ void Proxy::passToOwner(TensorGroup& group, const RingEntry& entry) {
 }
 
 void Proxy::emulateDirectAllReduce(TensorGroup& group, const RingEntry& entry) {
-  emulatedDirectAllReduce_->start(group, entry);
+  emulatedDirectAllReduce_->start(group, entry, group.numPresent(entry.shard));
 }
 
 /// From here on the workers do it (Client::reducePieces, GpuDirectAllReduce).

@@ -6,9 +6,9 @@
 
 namespace coarse {
 
-DeviceLinks::DeviceLinks(std::unique_ptr<Pacer> pacer, std::size_t numClients, std::size_t numDevices)
-    : pacer_(std::move(pacer)), numClients_(numClients) {
-  if (pacer_ != nullptr && pacer_->numEndpoints() != numClients + numDevices)
+DeviceLinks::DeviceLinks(std::unique_ptr<Pacer> pacer, const LinkEndpoints& endpoints)
+    : pacer_(std::move(pacer)), endpoints_(endpoints) {
+  if (pacer_ != nullptr && pacer_->numEndpoints() != endpoints.count())
     throw std::invalid_argument("a link table has an endpoint for every worker and memory device");
 }
 

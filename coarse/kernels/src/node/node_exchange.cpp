@@ -66,6 +66,7 @@ void record(NodeContribution& contribution, const FrameHeader& header) noexcept 
   contribution.settings = header.settings;
   contribution.dtype = header.dtype;
   contribution.op = header.op;
+  contribution.arrivedAt = header.dueAt;
   contribution.step.store(header.step, std::memory_order_release);
 }
 
@@ -113,7 +114,9 @@ bool canFollow(const TensorGroup& group, std::uint32_t step, std::uint32_t done)
   return group.plan().hasOptimizer ? isAfter(step, done) : step == done + 1;
 }
 
-RingEntry entryOf(const FrameHeader& header) noexcept { return {header.group, header.shard, header.step}; }
+RingEntry entryOf(const FrameHeader& header) noexcept {
+  return {header.group, header.shard, header.step, stampOf(header.dueAt)};
+}
 
 std::string nameOf(const FrameHeader& header) {
   return "step " + std::to_string(header.step) + " of shard " + std::to_string(header.shard) +
@@ -124,12 +127,13 @@ std::string nameOf(const FrameHeader& header) {
 
 NodeExchange::NodeExchange(std::size_t node, std::vector<std::vector<int>> ranks,
                            const std::vector<std::vector<int>>& fds, Reduce reduce, FinishShard finishShard,
-                           Report report, std::function<void(NodeEvent)> onEvent)
+                           Report report, std::function<void(NodeEvent)> onEvent, NodePacing pacing)
     : index_{node, ranks.size()},
       ranks_(std::move(ranks)),
       reduce_(std::move(reduce)),
       finishShard_(std::move(finishShard)),
       report_(std::move(report)),
+      pacing_(std::move(pacing)),
       hasLeft_(new std::atomic<bool>[index_.numNodes]()),
       links_(node, fds,
              {[this](std::size_t from, const FrameHeader& header) { return open(from, header); },
@@ -185,9 +189,25 @@ void NodeExchange::contribute(const TensorGroup& tensors, const RingEntry& entry
     sendPartial(group, entry);
     return;
   }
-  record(group->segment.contribution(entry.shard, index_.node),
-         contributionHeader(tensors, group->segment, entry));
+  FrameHeader header = contributionHeader(tensors, group->segment, entry);
+  header.dueAt = timeOfEvent(entry);
+  record(group->segment.contribution(entry.shard, index_.node), header);
   arrive(group, entry);
+}
+
+void NodeExchange::reduce(const TensorGroup& tensors, const RingEntry& entry) {
+  if (const GroupPointer group = find(tensors.plan().id); group != nullptr) reduceOwned(group, entry);
+}
+
+/// The emulated time at which an entry is processed; 0 for real links.
+MonotonicNs NodeExchange::timeOfEvent(const RingEntry& entry) const noexcept {
+  return pacing_.at ? timeOf(entry.completedAt, monotonicNow()) : 0;
+}
+
+/// @param header dueAt is the time at which the frame is sent.
+void NodeExchange::send(std::size_t node, const GroupPointer& group, FrameHeader header, std::byte* payload) {
+  if (pacing_.arrivalOf) header.dueAt = pacing_.arrivalOf(*group->tensors, node, header, header.dueAt);
+  links_.send(node, header, {payload, group});
 }
 
 void NodeExchange::recordSettings(const TensorGroup& tensors, std::uint32_t shard) {
@@ -224,12 +244,13 @@ void NodeExchange::sendPartial(const GroupPointer& group, const RingEntry& entry
   }
   const bool isInSlot = arrays.outputs.empty();
   if (isInSlot && arrays.inputs.size() > 1) arrays.outputs = {partial};
-  const FrameHeader header = contributionHeader(tensors, segment, entry);
+  FrameHeader header = contributionHeader(tensors, segment, entry);
+  header.dueAt = timeOfEvent(entry);
   arrays.finish = [this, group, header, partial] {
     // release: the receiver of the result, at any device, sees that it is the result, and all earlier reads
     // are done.
     group->segment.round(header.shard).store(header.step, std::memory_order_release);
-    links_.send(index_.ownerOf(header.shard), header, {partial, group});
+    send(index_.ownerOf(header.shard), group, header, partial);
   };
   run(group, entry, std::move(arrays));
 }
@@ -242,13 +263,23 @@ void NodeExchange::arrive(const GroupPointer& group, const RingEntry& entry) {
   const std::uint32_t arrived = arrivals.fetch_add(1, std::memory_order_seq_cst) + 1;
   if (arrived == index_.numNodes) {
     arrivals.store(0, std::memory_order_relaxed);
-    reduceOwned(group, entry);
+    beginOwned(group, entry);
   } else if (lacksOneThatLeft(*group, entry.shard)) {
     report_({});
   }
 }
 
 // ---- the owner ----
+
+/// All nodes have contributed to a shard.
+void NodeExchange::beginOwned(const GroupPointer& group, RingEntry entry) {
+  if (!pacing_.gathered) return reduceOwned(group, entry);
+  MonotonicNs latest = 0;  // a contribution that this process noticed last may have arrived earlier
+  for (std::size_t node = 0; node < index_.numNodes; ++node)
+    latest = std::max(latest, group->segment.contribution(entry.shard, node).arrivedAt);
+  entry.completedAt = stampOf(latest);
+  pacing_.gathered(*group->tensors, entry, total(*group, entry.shard, &NodeContribution::numPresent));
+}
 
 void NodeExchange::reduceOwned(const GroupPointer& group, const RingEntry& entry) {
   if (std::string difference = disagreement(*group, entry.shard); !difference.empty()) {
@@ -294,10 +325,11 @@ void NodeExchange::noteResult(const GroupPointer& group, const RingEntry& entry)
 
 void NodeExchange::sendResults(const GroupPointer& group, const RingEntry& entry, const ShardShape& shape,
                                std::uint32_t numPresent) {
-  const FrameHeader header = headerOf(FrameKind::kResult, entry, shape, numPresent);
+  FrameHeader header = headerOf(FrameKind::kResult, entry, shape, numPresent);
+  header.dueAt = timeOfEvent(entry);
   for (std::size_t node = 0; node < index_.numNodes; ++node) {
     if (node == index_.node) continue;
-    links_.send(node, header, {group->segment.place(entry.shard, node), group});
+    send(node, group, header, group->segment.place(entry.shard, node));
   }
 }
 
@@ -389,6 +421,11 @@ FramePayload NodeExchange::openResult(const GroupPointer& group, std::size_t nod
 
 void NodeExchange::close(std::size_t node, const FrameHeader& header, const FramePayload& payload) {
   const auto group = std::const_pointer_cast<Group>(std::static_pointer_cast<const Group>(payload.keeper));
+  if (!pacing_.at) return take(group, node, header);
+  pacing_.at(header.dueAt, [this, group, node, header] { take(group, node, header); });
+}
+
+void NodeExchange::take(const GroupPointer& group, std::size_t node, const FrameHeader& header) {
   if (header.kind == FrameKind::kPartial) {
     takePartial(group, node, header);
   } else {

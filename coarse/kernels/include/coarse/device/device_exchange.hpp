@@ -37,6 +37,10 @@ struct ExchangePeers {
 /// Shards of other algorithms are not cut: one device in turn reduces each. So an emulated session reduces by
 /// the direct algorithm, whose sync cores are all free when a shard is ready, for they take no emulated time.
 ///
+/// With several nodes shards are not cut either. Device `shard % numDevices` of each node takes the
+/// contributions of its node, which then go from there to that device of the owner's node, and the result
+/// back.
+///
 /// The ShardCompute of the tensors' memory fetches, adds and sends, and may take any time; `links` determine
 /// when transfers would have arrived.
 ///
@@ -47,14 +51,19 @@ class DeviceExchange {
   using ComputeOf = std::function<ShardCompute&(const TensorGroup& group)>;
   /// Called once per client, in one of the devices, when the client has the result of a shard.
   using ClientDone = std::function<void(TensorGroup& group, const RingEntry& entry, std::size_t client)>;
+  /// With several nodes: all contributions of this node have arrived at this device, at `entry.completedAt`.
+  using PassToNodes = std::function<void(TensorGroup& group, const RingEntry& entry)>;
 
   DeviceExchange(ExchangePeers peers, DeviceLinks& links, FindGroup findGroup, ComputeOf computeOf,
-                 ClientDone clientDone);
+                 ClientDone clientDone, PassToNodes passToNodes = {});
 
   /// Notifies the devices that reduce pieces of a shard. Called where its last contribution arrived.
   void distribute(TensorGroup& group, const RingEntry& entry);
   /// Starts on the next shard that any device has distributed. @returns whether there was one.
   bool advance();
+  /// Sends a shard's result, which other nodes have completed here at `entry.completedAt`, to this node's
+  /// clients.
+  void deliver(TensorGroup& group, const RingEntry& entry);
   /// Reports that the pieces of a shard in its compute are reduced, at every client.
   void reduced(const RingEntry& entry);
 
@@ -71,12 +80,15 @@ class DeviceExchange {
     bool isSent = false;
   };
 
+  std::size_t numPieces(const TensorGroup& group, std::uint32_t shard) const noexcept;
+  std::size_t reducerOf(const TensorGroup& group, std::uint32_t shard, std::size_t piece) const noexcept;
   Task makeTask(const TensorGroup& group, const RingEntry& entry) const;
   void fetch(const TensorGroup& group, Task task);
   void beginReduction(Task task, MonotonicNs arrivesAt, MonotonicNs lead);
   void sendPieces(const RingEntry& entry, MonotonicNs sentAt);
   MonotonicNs sendResults(const TensorGroup& group, const Task& task, MonotonicNs sentAt);
   void conclude(std::uint64_t key);
+  void finishAt(Task task);
   void finishDevice(TensorGroup& group, const Task& task, MonotonicNs sentAt);
 
   ExchangePeers peers_;
@@ -84,6 +96,7 @@ class DeviceExchange {
   FindGroup findGroup_;
   ComputeOf computeOf_;
   ClientDone clientDone_;
+  PassToNodes passToNodes_;
   std::uint64_t logPosition_ = 0;
   std::unordered_map<std::uint64_t, Task> reducing_;  // by keyOf()
 };

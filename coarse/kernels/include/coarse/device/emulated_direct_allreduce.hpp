@@ -12,12 +12,17 @@
 namespace coarse {
 
 /// Direct all-reduce in an emulated session, past the memory devices (dual synchronisation, paper,
-/// section III-F). The flags of the contributions select how the p workers reduce a shard of n bytes:
+/// section III-F). The flags of the contributions select how the p workers, of all nodes, reduce a shard of n
+/// bytes:
 ///
 /// - ring: in 2(p-1) iterations each worker sends n/p bytes to the next one, as NCCL's ring does;
 /// - two-way ring: half of these bytes to the next one, the others to the previous one;
 /// - tree: each half of the bytes goes up a binary tree and down again, level by level. The inner workers of
 ///   one tree are leaves of the other, as in NCCL's double binary tree;
+/// - two-level: as all-to-all among the workers of each node, but between its iterations each worker
+/// exchanges its
+///   n/p' bytes, where p' is the number of workers of a node, with the workers of the same number on the
+///   others;
 /// - all-gather: each sends all n bytes to every other one, at once;
 /// - all-to-all: each sends n/p bytes to every other one, which sums them and sends its sum to all.
 ///
@@ -28,14 +33,16 @@ namespace coarse {
 /// Nothing here blocks. Thread safety: one caller at a time.
 class EmulatedDirectAllReduce {
  public:
-  /// Reduces a shard whose contributions have been exchanged, and completes it for all clients.
+  /// Reduces a shard whose contributions have been exchanged at `entry.completedAt`, and completes it for all
+  /// clients.
   using Reduce = std::function<void(TensorGroup& group, const RingEntry& entry)>;
 
   EmulatedDirectAllReduce(DeviceLinks& links, FindGroup findGroup, Reduce reduce);
 
   /// @pre all contributions to the shard have been announced, lie with the workers, and have the same path
   /// flags.
-  void start(const TensorGroup& group, const RingEntry& entry);
+  /// @param numPresent workers that contribute something.
+  void start(const TensorGroup& group, const RingEntry& entry, std::uint32_t numPresent);
 
  private:
   struct Task {
@@ -45,12 +52,17 @@ class EmulatedDirectAllReduce {
     std::size_t numTargets = 0;  // workers that each one sends to in an iteration: the next ones; 0 in a tree
     std::size_t numBytes = 0;    // of a transfer
     bool isTwoWay = false;       // whether workers send to the previous one, too
+    bool isTwoLevel = false;
+    std::size_t numBytesBetweenNodes = 0;  // of a transfer between nodes, if there are two levels
   };
   /// Called with the source and the target of a transfer.
   using Send = std::function<void(std::size_t source, std::size_t target)>;
 
-  static Task makeTask(const TensorGroup& group, const RingEntry& entry);
-  static void forEachTransfer(const Task& task, std::size_t iteration, const Send& send);
+  Task makeTwoLevels(const RingEntry& entry, std::size_t numWorkers, std::size_t numBytes) const;
+  Task makeTask(const TensorGroup& group, const RingEntry& entry, std::uint32_t numPresent) const;
+  void forEachTransfer(const Task& task, std::size_t iteration, const Send& send) const;
+  void forEachTransferInLevels(const Task& task, std::size_t iteration, const Send& send) const;
+  static bool isBetweenNodes(const Task& task, std::size_t iteration) noexcept;
   static void forEachTransferInTrees(const Task& task, std::size_t iteration, const Send& send);
   void iterate(const Task& task, std::size_t iteration, MonotonicNs sentAt);
 

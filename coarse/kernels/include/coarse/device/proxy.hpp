@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -36,9 +37,11 @@ struct ProxyConfig {
   Scheduling scheduling = Scheduling::kQueues;
   std::vector<std::size_t> localClients;  // clients whose contributions this device brings into a ring
   std::uint32_t spinMicroseconds = 50;    // time for which an idle sync core polls before it sleeps
-  int exchangeLogsFd = -1;  // an ExchangeLog per device, for exchanged groups; the caller closes it
-  int linkTableFd = -1;     // Pacer's table, in an emulated session; the caller closes it
-  std::vector<int> ranks;   // of the clients, for messages; empty: the clients' numbers
+  int exchangeLogsFd = -1;   // an ExchangeLog per device, for exchanged groups; the caller closes it
+  int linkTableFd = -1;      // Pacer's table, in an emulated session; the caller closes it
+  std::size_t node = 0;      // of the endpoints of that table; all nodes have as many clients and devices
+  std::size_t numNodes = 1;  // likewise
+  std::vector<int> ranks;    // of the clients, for messages; empty: the clients' numbers
 
   /// @throws std::invalid_argument if a number is out of range.
   void validate() const;
@@ -163,6 +166,8 @@ class Proxy {
   void emulateDirectAllReduce(TensorGroup& group, const RingEntry& entry);
   void leaveToWorkers(TensorGroup& group, const RingEntry& entry);
   void exchange(TensorGroup& group, const RingEntry& entry);
+  NodePacing nodePacing();
+  void finishNodesShard(TensorGroup& group, const RingEntry& entry);
   void passToHomeDevice(TensorGroup& group, const RingEntry& entry);
   void passAroundRing(TensorGroup& group, const RingEntry& entry);
   void proposeCollective(TensorGroup& group, const RingEntry& entry);
@@ -207,8 +212,14 @@ class Proxy {
   std::uint32_t numPushedReady_ = 0;  // counted by core 0, since it last woke others
   bool hasPushedRing_ = false;
 
-  std::mutex nodeTasksMutex_;         // guards the next two
-  std::vector<ShardTask> nodeTasks_;  // for core 0, if the host does not compute itself
+  struct NodeArrival {
+    MonotonicNs due;
+    std::function<void()> action;
+  };
+
+  std::mutex nodeTasksMutex_;              // guards the next three
+  std::vector<ShardTask> nodeTasks_;       // for core 0, if the host does not compute itself
+  std::vector<NodeArrival> nodeArrivals_;  // for core 0, if links are emulated
   bool areCoresStopped_ = false;
 
   std::atomic<int> numLeft_{0};  // clients of this node

@@ -9,6 +9,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "coarse/emulation/pacer.hpp"
 #include "coarse/node/node_link.hpp"
 #include "coarse/node/node_segment.hpp"
 #include "coarse/shared_memory/shard_queue.hpp"
@@ -18,6 +19,19 @@
 namespace coarse {
 
 inline constexpr std::size_t kMostNodes = 256;
+
+/// The times of an emulated session of several nodes (docs/design/emulation.md); empty for real links. With
+/// it, frames are taken, and shards reduced, by the thread that `at` chooses, and entries contain the time of
+/// the event in `completedAt`.
+struct NodePacing {
+  /// Takes the links' time for a frame that is sent to a node at `sentAt`. @returns when it arrives.
+  std::function<MonotonicNs(const TensorGroup&, std::size_t node, const FrameHeader&, MonotonicNs sentAt)>
+      arrivalOf;
+  /// Runs `action` at `due`.
+  std::function<void(MonotonicNs due, std::function<void()> action)> at;
+  /// All nodes have contributed to a shard, `numPresent` workers in total. Calls reduce(), now or later.
+  std::function<void(TensorGroup&, const RingEntry&, std::uint32_t numPresent)> gathered;
+};
 
 /// Synchronises the shards of one node with those of the other nodes of the job (docs/design/nodes.md). Each
 /// shard has an owner node. The other nodes send it the reduction of their own workers' contributions, and
@@ -40,7 +54,7 @@ class NodeExchange {
   /// @throws std::invalid_argument if they do not match.
   NodeExchange(std::size_t node, std::vector<std::vector<int>> ranks,
                const std::vector<std::vector<int>>& fds, Reduce reduce, FinishShard finishShard,
-               Report report, std::function<void(NodeEvent)> onEvent);
+               Report report, std::function<void(NodeEvent)> onEvent, NodePacing pacing = {});
 
   std::size_t numNodes() const noexcept { return index_.numNodes; }
   void start() { links_.start(); }
@@ -54,6 +68,8 @@ class NodeExchange {
 
   /// Takes a shard to which all clients of this node have contributed.
   void contribute(const TensorGroup& group, const RingEntry& entry);
+  /// Reduces an owned shard to which all nodes have contributed. @pre NodePacing::gathered was called for it.
+  void reduce(const TensorGroup& group, const RingEntry& entry);
   /// Must be called before a shard's parameter is updated by a mean that nodes have computed before.
   void recordSettings(const TensorGroup& group, std::uint32_t shard);
 
@@ -76,9 +92,12 @@ class NodeExchange {
   GroupPointer find(std::uint32_t group);
   std::vector<GroupPointer> allGroups();
 
+  MonotonicNs timeOfEvent(const RingEntry& entry) const noexcept;
+  void send(std::size_t node, const GroupPointer& group, FrameHeader header, std::byte* payload);
   void run(const GroupPointer& group, const RingEntry& entry, ShardArrays arrays);
   void sendPartial(const GroupPointer& group, const RingEntry& entry);
   void arrive(const GroupPointer& group, const RingEntry& entry);
+  void beginOwned(const GroupPointer& group, RingEntry entry);
   void reduceOwned(const GroupPointer& group, const RingEntry& entry);
   void noteResult(const GroupPointer& group, const RingEntry& entry);
   std::uint32_t total(const Group& group, std::uint32_t shard,
@@ -92,6 +111,7 @@ class NodeExchange {
   FramePayload openPartial(const GroupPointer& group, std::size_t node, const FrameHeader& header);
   FramePayload openResult(const GroupPointer& group, std::size_t node, const FrameHeader& header);
   void close(std::size_t node, const FrameHeader& header, const FramePayload& payload);
+  void take(const GroupPointer& group, std::size_t node, const FrameHeader& header);
   void takePartial(const GroupPointer& group, std::size_t node, const FrameHeader& header);
   void takeResult(const GroupPointer& group, const FrameHeader& header);
   std::string workersOf(std::size_t node) const;
@@ -101,6 +121,7 @@ class NodeExchange {
   Reduce reduce_;
   FinishShard finishShard_;
   Report report_;
+  NodePacing pacing_;
   std::mutex groupsMutex_;  // guards groups_
   std::unordered_map<std::uint32_t, GroupPointer> groups_;
   std::unique_ptr<std::atomic<bool>[]> hasLeft_;  // by node: whether a worker of it has left

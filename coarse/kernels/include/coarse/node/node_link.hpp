@@ -13,6 +13,8 @@
 #include <thread>
 #include <vector>
 
+#include "coarse/emulation/pacer.hpp"
+
 /// Frames between the memory devices of different nodes, over connected stream sockets
 /// (docs/design/nodes.md).
 namespace coarse {
@@ -42,10 +44,11 @@ struct FrameHeader {
       0;  // digest of the settings of the parameter's current or last update; 0 without an optimizer
   std::uint32_t zero = 0;
   std::uint64_t payloadBytes = 0;
+  MonotonicNs dueAt = 0;  // when emulated links have carried the payload; 0 without
 };
-static_assert(sizeof(FrameHeader) == 48);
+static_assert(sizeof(FrameHeader) == 56);
 
-inline constexpr std::uint32_t kFrameMagic = 0x334e4f43;  // "CON3"
+inline constexpr std::uint32_t kFrameMagic = 0x344e4f43;  // "CON4"
 inline constexpr std::uint64_t kMostAbortBytes = 64 * 1024;
 
 /// An invalid frame arrived; its connection is unusable.

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "coarse/emulation/pacer.hpp"
 #include "coarse/shared_memory/layout.hpp"
 #include "coarse/shared_memory/shared_memory.hpp"
 #include "coarse/tensors/tensor_group.hpp"
@@ -32,8 +33,9 @@ struct NodeContribution {
   std::uint8_t dtype;
   std::uint8_t op;
   std::uint16_t reserved;
+  MonotonicNs arrivedAt;  // as FrameHeader::dueAt
 };
-static_assert(sizeof(NodeContribution) == 24);
+static_assert(sizeof(NodeContribution) == 32);
 
 /// The memory through which the devices of one node receive the contributions of other nodes to one tensor
 /// group (docs/design/nodes.md). Every owned shard has a place for each other node's contribution. The result

@@ -87,8 +87,8 @@ constexpr bool isUpdateByMean(std::uint8_t flags) noexcept {
 inline constexpr std::uint8_t kDirectAllReduceFlags = kDirectAllReduce | kAllGather | kAllToAll;
 
 /// How a shard of direct all-reduce passes from worker to worker, with neither kAllGather nor kAllToAll.
-enum class Relay : std::uint8_t { kRing = 0, kTwoWayRing = 1, kTree = 2 };
-inline constexpr std::uint8_t kNumRelays = 3;
+enum class Relay : std::uint8_t { kRing = 0, kTwoWayRing = 1, kTree = 2, kTwoLevel = 3 };
+inline constexpr std::uint8_t kNumRelays = 4;
 
 /// One client's notice that its contribution to a shard lies in its slot.
 struct Descriptor {
