@@ -36,6 +36,9 @@ TIME_DILATION = 10.0
 STEP_TIME_DILATION = 5.0
 """For steps that hardly block: their links are mostly idle."""
 
+TIME_DILATION_OF_NODES = 40.0
+"""Several nodes have more workers and memory devices, and sockets between them."""
+
 DENSE_TIME_DILATION = 1.0
 """DENSE's links are so slow that the host keeps up without dilation."""
 
@@ -43,8 +46,8 @@ _DILATIONS = {BLOCKED: TIME_DILATION, STEP: STEP_TIME_DILATION}
 
 _done: dict[tuple[str, Case, float], ReplayResult] = {}
 _fastest_ways: dict[
-    tuple[str, tuple[int, ...], int], dict[int, str]
-] = {}  # by machine, its workers' GPUs, workers
+    tuple[str, tuple[int, ...], int, int], dict[int, str]
+] = {}  # by machine, its workers' GPUs, workers and nodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,7 @@ class Case:
         batch: Samples of one worker.
         partition_table: Roles of the GPUs; by default the machine's own.
         measures: STEP if the backward pass hides nearly all synchronisation.
+        nodes: Number of such machines.
     """
 
     machine: str
@@ -64,10 +68,21 @@ class Case:
     batch: int
     partition_table: str = ""
     measures: str = BLOCKED
+    nodes: int = 1
 
     @property
     def table(self) -> PartitionTable:
         return PartitionTable.load(self.partition_table or self.machine)
+
+    @property
+    def num_workers(self) -> int:
+        """Workers of all nodes."""
+        return self.nodes * self.table.num_workers
+
+    @property
+    def samples(self) -> int:
+        """Samples in a step of all workers."""
+        return self.batch * self.num_workers
 
     @property
     def gpu(self) -> str:
@@ -75,8 +90,8 @@ class Case:
         return load_machine(self.machine).topology.gpu
 
     def shares(self, *, is_quick: bool) -> tuple[float, ...]:
-        """Shares of the peak at which the case runs: all for VARIED at 1:1, otherwise the middle one alone."""
-        is_varied = (self.model, self.batch) in VARIED and not self.partition_table
+        """Shares of the peak at which the case runs: all for VARIED at 1:1 on one node, otherwise the middle one."""
+        is_varied = (self.model, self.batch) in VARIED and not self.partition_table and self.nodes == 1
         return SHARES if is_varied and not is_quick else SHARES[1:2]
 
     def under(self, scheme: str) -> Case:
@@ -93,7 +108,8 @@ class Case:
     def __str__(self) -> str:
         table = self.table
         ratio = f", {table.num_workers}:{table.num_devices}" if table.num_workers > table.num_devices else ""
-        return f"{self.model}, batch {self.batch}, {self.machine}{ratio}"
+        nodes = f", {self.nodes} nodes" if self.nodes > 1 else ""
+        return f"{self.model}, batch {self.batch}, {self.machine}{ratio}{nodes}"
 
 
 def replay(
@@ -121,15 +137,22 @@ def replay(
                 schemes=(scheme,),
                 trace=case.trace(share),
                 machine=case.machine,
-                num_workers=case.table.num_workers,
+                num_workers=case.num_workers,
+                num_nodes=case.nodes,
                 partition_table=case.partition_table or case.machine,
-                time_dilation=DENSE_TIME_DILATION if is_dense else _DILATIONS[case.measures],
+                time_dilation=_time_dilation(case, scheme),
                 measures=case.measures,
                 steps=1 if is_dense else steps,
             ),
             is_quick=is_quick,
         )
     return _done[key]
+
+
+def _time_dilation(case: Case, scheme: str) -> float:
+    if scheme in (DENSE, LEAST_DENSE):
+        return DENSE_TIME_DILATION
+    return TIME_DILATION_OF_NODES if case.nodes > 1 else _DILATIONS[case.measures]
 
 
 def run_tuned(plan: ReplayPlan, *, is_quick: bool) -> ReplayResult:
@@ -140,7 +163,7 @@ def run_tuned(plan: ReplayPlan, *, is_quick: bool) -> ReplayResult:
         CoarseError: If it fails.
     """
     workers = PartitionTable.load(plan.partition_table).worker_gpus if plan.partition_table else ()
-    known = _fastest_ways.setdefault((plan.machine, workers, plan.num_workers), {})
+    known = _fastest_ways.setdefault((plan.machine, workers, plan.num_workers, plan.num_nodes), {})
     what = f"{plan.schemes[0]} on {plan.machine}"
     with quiet_throughout(what, most_busy=math.inf if is_quick else MOST_BUSY):
         (result,) = run_replay(replace(plan, known_ways=dict(known)))

@@ -88,6 +88,7 @@ def replay_table(results: Sequence[ReplayResult]) -> TextTable:
         if plan.has_compute
         else "no computation"
     )
+    workers = f"{plan.num_workers} workers" + (f" on {plan.num_nodes} nodes" if plan.num_nodes > 1 else "")
     peer_us = min((result.blocked_us for result in results if result.scheme in ALL_REDUCES), default=None)
     rows = [
         (
@@ -102,7 +103,7 @@ def replay_table(results: Sequence[ReplayResult]) -> TextTable:
         for result in results
     ]
     return TextTable(
-        title=f"{plan.trace.model}, batch {plan.trace.batch}, {plan.num_workers} workers: {compute}",
+        title=f"{plan.trace.model}, batch {plan.trace.batch}, {workers}: {compute}",
         columns=(
             "scheme",
             "step p50 ms",

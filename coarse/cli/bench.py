@@ -162,7 +162,16 @@ def _add_replay_parser(benches: Any) -> None:
         "--no-compute", action="store_true", help="make all gradients ready at once: measures bandwidth"
     )
     parser.add_argument("--workers", type=num_workers, default=4, metavar="N", help="default: %(default)s")
-    parser.add_argument("--memory-devices", type=int, default=0, metavar="K", help="default: one per worker")
+    parser.add_argument(
+        "--nodes",
+        type=int,
+        default=1,
+        metavar="N",
+        help="emulated nodes, among which the workers are divided; default: %(default)s",
+    )
+    parser.add_argument(
+        "--memory-devices", type=int, default=0, metavar="K", help="of each node; default: one per worker"
+    )
     parser.add_argument("--steps", type=int, default=3, metavar="N", help="per round; default: %(default)s")
     parser.add_argument("--rounds", type=int, default=1, help="default: %(default)s")
     parser.add_argument("--json", type=file_to_write, metavar="FILE", help="append one record a line to FILE")
@@ -354,6 +363,7 @@ def run_replay_command(arguments: argparse.Namespace) -> int:
             trace=place_trace(load_trace(arguments.model), gpu=gpu, tflops=arguments.tflops),
             machine=arguments.machine,
             num_workers=arguments.workers,
+            num_nodes=arguments.nodes,
             has_compute=not arguments.no_compute,
             time_dilation=arguments.time_dilation,
             memory_devices=arguments.memory_devices,

@@ -13,6 +13,7 @@ from experiments.expectation import HIGHER, LOWER, OTHER, Measured
 from experiments.fig02_communication_share import run as fig02
 from experiments.fig13_cci_bandwidth import run as fig13
 from experiments.fig16_training_time import run as fig16
+from experiments.fig17_blocked_time import run as fig17
 from experiments.replays import COARSE, DENSE, LEAST_DENSE, SHARES, Case, over_shares
 
 # ---- Figures 3 and 13 ----
@@ -72,7 +73,8 @@ def test_each_panel_is_drawn_beside_the_papers_range():
 
 @pytest.mark.parametrize(("large_ms", "verdict"), [(27, WITHIN), (40, LOWER), (20, HIGHER)])
 def test_a_larger_batch_on_one_node_has_to_pay_as_in_the_paper(large_ms, verdict):
-    finding = fig16.compare_one_node([steps(coarse=1, peer=20)], [steps(coarse=large_ms)])
+    panel = fig16.BATCH_PANELS[0]
+    finding = fig16.compare_batches(panel, [steps(coarse=large_ms)], [steps(coarse=1, peer=20)])
     assert finding.checks[0].verdict == verdict
 
 
@@ -88,6 +90,38 @@ def test_schemes_without_the_tables_memory_devices_run_once_for_all_tables(schem
     half = Case("aws-p3", "bert-large", 2, "aws-p3-2to1")
     assert half.under(scheme) == Case("aws-p3", "bert-large", 2)
     assert half.under(COARSE) == half
+
+
+@pytest.mark.parametrize(("position", "gain"), [(1, 42.7), (2, 38.6)])
+@pytest.mark.parametrize(("factor", "verdict"), [(1, WITHIN), (1.1, LOWER), (0.9, HIGHER)])
+def test_two_nodes_have_to_gain_as_in_the_paper(position, gain, factor, verdict):
+    panel = fig16.BATCH_PANELS[position]
+    assert panel.letter == "f"
+    step_ms = 20 * panel.ours.samples / panel.theirs.samples / (1 + gain / 100)
+    at_other_speeds = [steps(coarse=1, peer=peer, share=share) for peer, share in ((9, 0.3), (90, 0.7))]
+    finding = fig16.compare_batches(
+        panel, [steps(coarse=factor * step_ms)], [steps(coarse=1, peer=20), *at_other_speeds]
+    )
+    assert finding.checks[0].verdict == verdict
+    assert "2 nodes" in finding.ran
+
+
+def test_a_step_on_one_node_has_as_many_samples_as_one_of_half_the_batch_on_two():
+    assert fig16.LARGE.samples == fig16.SMALL_OF_TWO.samples == 16
+    assert str(fig16.SMALL_OF_TWO) == "bert-large, batch 2, aws-p3, 2 nodes"
+
+
+# ---- Figure 17 ----
+
+
+@pytest.mark.parametrize(("ours", "verdict"), [(7, WITHIN), (12, HIGHER), (3, LOWER)])
+def test_two_nodes_are_held_against_the_all_reduce_that_blocks_least_and_not_against_dense(ours, verdict):
+    (panel,) = [panel for panel in fig17.PANELS if panel.letter == "f"]
+    blocked = {COARSE: ours, fig16.ALL_REDUCE: 10.0, fig17.RING: 20.0}
+    by_scheme = {scheme: Measured.exactly(float(value)) for scheme, value in blocked.items()}
+    finding = fig17.compare(panel, fig17.Blocked(by_share=[by_scheme], ways="two-level up to 4 MiB"))
+    assert [check.verdict for check in finding.checks] == [verdict]
+    assert "two-level" in finding.note
 
 
 def test_cases_say_which_job_they_are():

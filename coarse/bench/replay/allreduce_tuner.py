@@ -45,7 +45,7 @@ def fastest_ways_of(
     Args:
         session: An emulated session without dual synchronisation.
         group: The tensors to reduce; they stay as they are.
-        ways: Of coarse.profiler.direct_allreduce.WAYS.
+        ways: Of coarse.profiler.direct_allreduce.WAYS_OVER_NODES.
         known: Earlier choices on the same links, by size class; only the other sizes are measured.
     """
     classes = sorted({size_class(nbytes) for nbytes in group.shard_sizes()})

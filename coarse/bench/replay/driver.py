@@ -25,7 +25,7 @@ from coarse.bench.replay.preconditions import require_links, require_room
 from coarse.bench.replay.trace import ComputeTrace, compute_until
 from coarse.bench.timing import Timing, slowest_worker
 from coarse.emulation.pacing import PacingReport
-from coarse.profiler.direct_allreduce import RING, TREE, TWO_WAY_RING, WAYS
+from coarse.profiler.direct_allreduce import RING, TREE, TWO_WAY_RING, WAYS, WAYS_OVER_NODES
 from coarse.settings import Settings
 from coarse.tuning.first_steps import TIMED_STEPS
 
@@ -55,6 +55,10 @@ class Scheme:
     is_pipelined: bool
     what: str
     ways: tuple[str, ...] = ()
+
+    def ways_over(self, num_nodes: int) -> tuple[str, ...]:
+        """The ways among the workers of this number of nodes."""
+        return WAYS_OVER_NODES if self.ways == WAYS and num_nodes > 1 else self.ways
 
 
 SCHEMES: Mapping[str, Scheme] = MappingProxyType(
@@ -142,8 +146,10 @@ class ReplayPlan:
         has_compute: False omits the computation: every gradient is ready at once, so that the run measures the
             bandwidth of synchronisation.
         machine: The machine whose links are emulated: a name or a file (coarse.machine).
+        num_workers: Workers of all nodes together.
+        num_nodes: Nodes, each such a machine with its share of the workers, and memory devices of its own.
         time_dilation: Real seconds per emulated second; more for a scheme whose links could not keep pace.
-        memory_devices: Number of memory devices; 0 for one per worker.
+        memory_devices: Number of memory devices of a node; 0 for one per worker.
         partition_table: Table that assigns GPUs to roles, instead of a number; "" for none.
         steps: Timed steps in each round, after one or more that are verified.
         rounds: Turns of each scheme.
@@ -160,6 +166,7 @@ class ReplayPlan:
     trace: ComputeTrace
     machine: str
     num_workers: int
+    num_nodes: int = 1
     has_compute: bool = True
     time_dilation: float = 1.0
     memory_devices: int = 0
@@ -184,6 +191,10 @@ class ReplayPlan:
             )
         if self.measures not in (BLOCKED, STEP):
             raise ValueError(f"a run measures {BLOCKED!r} or {STEP!r}, not {self.measures!r}")
+        if self.num_nodes < 1 or self.num_workers % self.num_nodes:
+            raise ValueError(
+                f"{self.num_workers} workers cannot be divided evenly among {self.num_nodes} nodes"
+            )
 
     @property
     def compute_s(self) -> float:
@@ -232,6 +243,7 @@ class ReplayResult:
             "bench": "replay",
             "system": self.scheme,
             "num_workers": plan.num_workers,
+            "num_nodes": plan.num_nodes,
             "bytes": trace.nbytes,
             **asdict(self.step),
             "algbw_gbytes_per_s": self.sync_gbytes_per_s,
@@ -255,6 +267,9 @@ class ReplayCommands:
         self._trace = ComputeTrace.from_json(options.pop("trace"))
         self._has_compute = options.pop("has_compute")
         self._known_ways = {int(nbytes): way for nbytes, way in options.pop("known_ways").items()}
+        self._num_nodes = options.pop("num_nodes")
+        if self._num_nodes > 1:
+            options["node"] = f"n{job.rank * self._num_nodes // job.num_workers}"
         self._scheme = SCHEMES[job.system]
         self._dilation = options["time_dilation"]
         # Links are measured only once, before the timed steps.
@@ -277,8 +292,8 @@ class ReplayCommands:
         Raises:
             ValueError: If a mean is wrong.
         """
-        if self._scheme.ways:
-            self._choose_ways()
+        if ways := self._scheme.ways_over(self._num_nodes):
+            self._choose_ways(ways)
         expected = (2**self._job.num_workers - 1) / self._job.num_workers
         buffers = [
             np.frombuffer(self._group.buffer(i), dtype=e.dtype) for i, e in enumerate(self._trace.events)
@@ -294,12 +309,13 @@ class ReplayCommands:
         decisions: list[str] = self._session.decisions()
         return decisions
 
-    def _choose_ways(self) -> None:
-        self._ways_by_size = fastest_ways_of(self._session, self._group, self._scheme.ways, self._known_ways)
+    def _choose_ways(self, ways: Sequence[str]) -> None:
+        self._ways_by_size = fastest_ways_of(self._session, self._group, ways, self._known_ways)
         self._group.use_direct_allreduce(ways_of_shards(self._group.shard_sizes(), self._ways_by_size))
 
     def _learning_steps(self) -> int:
-        return 1 + TIMED_STEPS if self._scheme.settings["dual_sync"] == "auto" else 0
+        learns = self._scheme.settings["dual_sync"] == "auto" and self._num_nodes == 1
+        return 1 + TIMED_STEPS if learns else 0
 
     def run(self, steps: int, has_compute: bool) -> list[float]:
         """Takes `steps` steps, with their computation or without; returns the emulated seconds of each.
@@ -443,6 +459,7 @@ def _pool(plan: ReplayPlan, scheme: str) -> WorkerPool:
         "trace": plan.trace.to_json(),
         "has_compute": plan.has_compute,
         "known_ways": dict(plan.known_ways),
+        "num_nodes": plan.num_nodes,
         **_settings(plan),
     }
     return WorkerPool(scheme, ReplayCommands, plan.num_workers, options)
