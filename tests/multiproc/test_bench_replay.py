@@ -61,6 +61,12 @@ def test_an_all_reduce_takes_the_fastest_way_for_each_size_and_says_so(capfd):
     assert re.search(r"^tree: tree up to \d+ MiB$", printed, re.MULTILINE)
 
 
+def test_all_gradients_cross_the_network_between_two_nodes():
+    for result in replay(schemes=("coarse", "workers"), num_nodes=2, has_compute=False, steps=1).values():
+        assert result.step.min_us >= 4 * MIB / 12.5e3
+        assert result.as_json()["num_nodes"] == 2
+
+
 @pytest.mark.slow
 def test_computation_passes_and_hides_synchronisation():
     computing = replay(schemes=("offload",))["offload"]
@@ -80,6 +86,8 @@ def test_computation_passes_and_hides_synchronisation():
         ({"schemes": ()}, "choose of coarse"),
         ({"schemes": ("gloo",)}, "gloo"),
         ({"num_workers": 0}, "start at 1"),
+        ({"num_nodes": 3}, "2 workers cannot be divided evenly among 3 nodes"),
+        ({"num_nodes": 0}, "among 0 nodes"),
         ({"time_dilation": 0.0}, "above 0"),
         ({"alone_steps": -1}, "at 0"),
         ({"measures": "luck"}, "not 'luck'"),

@@ -78,7 +78,7 @@ def crossing(session):
     )
 
 
-SLOW_GBYTES_PER_S = 0.5
+SLOW_GBYTES_PER_S = 0.1  # so that the host's delays weigh little
 
 
 @pytest.mark.parametrize("way", ["", "two-level", "ring"])
@@ -132,6 +132,17 @@ def test_a_hop_over_the_network_has_its_latency_once(job):
             for hop in (partial, result):
                 assert hop.due_us - hop.begin_us == pytest.approx(LATENCY_US + hop.nbytes / 12.5e3, abs=0.01)
             assert result.requested_us == pytest.approx(partial.due_us, abs=0.01)
+
+    job.run(2, worker)
+
+
+def test_a_node_that_ends_has_still_sent_its_results(job):
+    """The owner's worker has its result, and leaves, while the network still carries that of the other node."""
+
+    def worker(me):
+        settings = {**P3, "time_dilation": 5000.0}
+        with me.join(node=node_of(me.rank, (1, 1)), memory_devices=1, **settings) as session:
+            session.barrier()
 
     job.run(2, worker)
 

@@ -138,8 +138,15 @@ NodePacing Proxy::nodePacing() {
 /// Finishes a shard whose result over all nodes is in every slot.
 void Proxy::finishNodesShard(TensorGroup& group, const RingEntry& entry) {
   if (!links_.isPaced()) return takeMean(group, entry);
-  if (group.usesDirectAllReduce(entry.shard)) return concludeShard(group, entry);
-  deviceExchange_->deliver(group, entry);
+  if (!group.usesDirectAllReduce(entry.shard)) return deviceExchange_->deliver(group, entry);
+  // Each client's result counts as an arrival, which shows how late reduction and sockets are.
+  count(group.shape(entry.shard));
+  for (std::size_t client = 0; client < config_.numClients; ++client) {
+    links_.at(timeOf(entry.completedAt, monotonicNow()), [this, entry, client](MonotonicNs) {
+      TensorGroup* finished = groups_.find(entry.group);
+      if (finished != nullptr) finishShard(*finished, entry, client);
+    });
+  }
 }
 
 /// For both, each device finishes the shards for its own clients.

@@ -140,7 +140,7 @@ NodeExchange::NodeExchange(std::size_t node, std::vector<std::vector<int>> ranks
               [this](std::size_t from, const FrameHeader& header, const FramePayload& payload) {
                 close(from, header, payload);
               },
-              std::move(onEvent)}) {
+              [this, onEvent = std::move(onEvent)](NodeEvent event) { passOn(std::move(event), onEvent); }}) {
   if (index_.numNodes > kMostNodes)
     throw std::invalid_argument("a job has at most " + std::to_string(kMostNodes) + " nodes");
   if (node >= index_.numNodes || fds.size() != index_.numNodes)
@@ -422,7 +422,14 @@ FramePayload NodeExchange::openResult(const GroupPointer& group, std::size_t nod
 void NodeExchange::close(std::size_t node, const FrameHeader& header, const FramePayload& payload) {
   const auto group = std::const_pointer_cast<Group>(std::static_pointer_cast<const Group>(payload.keeper));
   if (!pacing_.at) return take(group, node, header);
+  latestDue_ = std::max(latestDue_, header.dueAt);
   pacing_.at(header.dueAt, [this, group, node, header] { take(group, node, header); });
+}
+
+/// A node has ended when its last frame has been taken, not when it has come.
+void NodeExchange::passOn(NodeEvent event, const std::function<void(NodeEvent)>& onEvent) const {
+  if (!pacing_.at || event.kind != NodeEvent::Kind::kEnded) return onEvent(std::move(event));
+  pacing_.at(latestDue_, [event = std::move(event), onEvent] { onEvent(event); });
 }
 
 void NodeExchange::take(const GroupPointer& group, std::size_t node, const FrameHeader& header) {

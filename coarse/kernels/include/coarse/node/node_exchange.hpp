@@ -111,6 +111,7 @@ class NodeExchange {
   FramePayload openPartial(const GroupPointer& group, std::size_t node, const FrameHeader& header);
   FramePayload openResult(const GroupPointer& group, std::size_t node, const FrameHeader& header);
   void close(std::size_t node, const FrameHeader& header, const FramePayload& payload);
+  void passOn(NodeEvent event, const std::function<void(NodeEvent)>& onEvent) const;
   void take(const GroupPointer& group, std::size_t node, const FrameHeader& header);
   void takePartial(const GroupPointer& group, std::size_t node, const FrameHeader& header);
   void takeResult(const GroupPointer& group, const FrameHeader& header);
@@ -122,7 +123,8 @@ class NodeExchange {
   FinishShard finishShard_;
   Report report_;
   NodePacing pacing_;
-  std::mutex groupsMutex_;  // guards groups_
+  MonotonicNs latestDue_ = 0;  // of the frames that have come; used by the links' thread
+  std::mutex groupsMutex_;     // guards groups_
   std::unordered_map<std::uint32_t, GroupPointer> groups_;
   std::unique_ptr<std::atomic<bool>[]> hasLeft_;  // by node: whether a worker of it has left
   NodeLinks links_;                               // last: its thread ends before the other members
