@@ -24,6 +24,7 @@ from coarse.errors import SessionClosedError
 from coarse.failpoints import Failpoints, parse_failpoints
 from coarse.kernels import _native
 from coarse.machine.partition_table import PartitionTable
+from coarse.metrics.values import Metrics
 from coarse.profiler.link_plan import plan_links
 from coarse.profiler.routing import RoutingTable
 from coarse.profiler.start import OFF, FoundProfile
@@ -48,6 +49,7 @@ from coarse.wire.algorithms import describe_algorithm
 from coarse.wire.registration import EAGER, WorkerMemory
 
 if TYPE_CHECKING:  # slow to import
+    from coarse.metrics.endpoint import MetricsEndpoint
     from coarse.profiler.profile import Profile
 
 logger = logging.getLogger(__name__)
@@ -87,6 +89,9 @@ class Session:
         self._decisions: tuple[str, ...] = ()
         self._planning: StepPlanning | None = None
         self._pid = os.getpid()
+        self._endpoint: MetricsEndpoint | None = None
+        client.metrics.set("coarse_world_size", identity.world_size)
+        client.metrics.set("coarse_restarts", attempt.number)
 
     @classmethod
     def join(
@@ -123,7 +128,9 @@ class Session:
         attempt = attempt or Attempt.from_environment()
         if identity.world_size == 1:
             check_solo(settings)
-            return cls(identity, settings, SingleWorkerClient(), None, attempt)
+            session = cls(identity, settings, SingleWorkerClient(), None, attempt)
+            session._serve_metrics()
+            return session
         has_other_nodes = identity.local_world_size < identity.world_size or bool(settings.node)
         reached_at = try_address_of_this_node(settings) if has_other_nodes else ""
         with PeerWatch(
@@ -394,6 +401,8 @@ class Session:
         client, self._client = self._client, None
         if client is None:
             return
+        if self._endpoint is not None and os.getpid() == self._pid:
+            self._endpoint.close()
         client.close(is_finished=is_finished)
         _native.cuda_unmap_unused()
         is_kept = bool(self.settings.keep_devices) and not is_finished
@@ -407,6 +416,22 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close(is_finished=error is None)
+
+    def metrics(self) -> Metrics:
+        """The metrics of this node's workers and memory devices (docs/metrics.md); reading takes under a millisecond.
+
+        Raises:
+            SessionClosedError: After close().
+        """
+        return self._open().read_metrics()
+
+    def count_samples(self, number: int) -> None:
+        """Adds to coarse_samples_total, from which samples per second follow.
+
+        Args:
+            number: Samples that this worker has trained on since the last call, such as the rows of its batch.
+        """
+        self._open().metrics.add("coarse_samples_total", number)
 
     def decisions(self) -> list[str]:
         """Decisions about this node's links and algorithm since the start, with their reasons, one line each."""
@@ -434,6 +459,14 @@ class Session:
     def device_pids(self) -> tuple[int, ...]:
         """Process ids of the memory devices that this worker started; empty on other workers."""
         return () if self._processes is None else self._processes.pids
+
+    def _serve_metrics(self) -> None:
+        """Serves the metrics of a job without memory devices, if the settings say so."""
+        if self.settings.metrics_port:
+            from coarse.metrics.endpoint import try_endpoint  # slow to import
+
+            address, port = self.settings.metrics_address, self.settings.metrics_port
+            self._endpoint = try_endpoint(self._open().read_metrics, address, port, f"w{self.identity.rank}")
 
     @property
     def _processes(self) -> DeviceProcesses | None:

@@ -260,6 +260,8 @@ class Settings:
             their memory (docs/design/recovery.md); 0 disables.
         replicas: Extra copies of each memory device's contents, 0 or 1, so that the next attempt continues if a
             device is lost. Needs `keep_devices`.
+        metrics_port: Port at which each node serves its metrics (docs/metrics.md); 0 disables.
+        metrics_address: Address at which it does; the default is reachable from the same machine only.
         failpoints: Faults to inject, for tests (coarse.failpoints); "" for none.
         node: Name of this worker's node, to run several nodes on one machine; "" asks the system.
         node_address: Address by which other nodes reach this machine; "" takes that of the interface that leads to
@@ -417,6 +419,13 @@ class Settings:
         read=_read_int,
         check=_is_between(0, 1),
     )
+    metrics_port: int = _setting(
+        0,
+        "port at which each node serves its metrics to Prometheus; 0 disables",
+        read=_read_int,
+        check=_is_between(0, 65535),
+    )
+    metrics_address: str = _setting("127.0.0.1", "address at which nodes serve their metrics")
     failpoints: str = _setting("", "faults to inject, for tests", check=_are_failpoints, is_advanced=True)
     node: str = _setting("", "name of this node, to run several on one machine", is_advanced=True)
     node_address: str = _setting("", "address by which other nodes reach this one; detected by default")

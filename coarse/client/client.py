@@ -31,6 +31,9 @@ from coarse.errors import (
 )
 from coarse.kernels import _native
 from coarse.machine.partition_table import PartitionTable
+from coarse.metrics.reader import MetricsReader
+from coarse.metrics.values import Metrics
+from coarse.metrics.writer import MetricsWriter
 from coarse.profiler.link_plan import DEFAULT_SHARD_BYTES
 from coarse.profiler.routing import RoutingTable
 from coarse.schema import TensorSpec
@@ -63,7 +66,8 @@ class Client:
             contributions until adopt_routing() is called.
         emulation: Emulated links; None without emulation.
         connections: One to each memory device; all devices have welcomed this client.
-        segment_fd, doorbells_fd: Descriptors that the local device sent with its welcome; the caller closes them.
+        segment_fd, doorbells_fd, metrics_fd: Descriptors that the local device sent with its welcome; the caller
+            closes them.
         settings: The session's settings.
         pace: How this node shares its processors.
         names: Descriptions of this node's workers, by client number.
@@ -83,6 +87,7 @@ class Client:
         connections: Sequence[DeviceConnection],
         segment_fd: int,
         doorbells_fd: int,
+        metrics_fd: int,
         settings: Settings,
         pace: Pace,
         names: Sequence[str],
@@ -122,6 +127,9 @@ class Client:
         """Descriptions of this node's workers, by client number."""
         self.warn_after_s = settings.warn_after_s
         """Seconds that a wait may take before it is logged; 0 disables logging."""
+        self._metrics_reader = MetricsReader.of_segment(metrics_fd, len(connections), ranks)
+        self.metrics = MetricsWriter(self._metrics_reader.worker(self.rank))
+        """This worker's metrics."""
         self._native = self._open_native(segment_fd, doorbells_fd, pace)
         self._failure_detector = self._open_failure_detector(doorbells_fd, fate_of_device, kill_silent)
         self._requests = Requests(self.rank, settings.timeout_s, self._failure_detector)
@@ -142,6 +150,7 @@ class Client:
             bytes_per_ring=pace.bytes_per_ring,
             is_emulated=self.emulation is not None,
             heartbeat_ms=heartbeat_limit_ms(self._settings.heartbeat_s),
+            metrics=self.metrics.block,
         )
 
     def _open_failure_detector(
@@ -169,6 +178,10 @@ class Client:
 
     def _has_gpu_tensors(self) -> bool:
         return any(group.gpu is not None or group.is_on_gpu for group in self._groups)
+
+    def read_metrics(self) -> Metrics:
+        """The metrics of this node's workers and memory devices."""
+        return self._metrics_reader.read()
 
     @property
     def is_closed(self) -> bool:
@@ -269,6 +282,7 @@ class Client:
                     f"{schema.name}: memory devices refuse the routes of its tensors; trying simpler routes"
                 )
                 logger.warning("%s: %s", what, error)
+                self.metrics.add("coarse_refused_routes_total")
         return self._register(replace(schema, routes=()), gpu, memory)
 
     def _algorithm_of(self, *, on_host: bool) -> str:

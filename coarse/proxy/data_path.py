@@ -9,6 +9,8 @@ from coarse.emulation.machine import Emulation
 from coarse.emulation.paced_links import PacedLinks, write_link_table
 from coarse.errors import ProtocolError
 from coarse.kernels import _native
+from coarse.metrics.reader import MetricsReader
+from coarse.metrics.writer import MetricsWriter
 from coarse.proxy.memory import DeviceMemory
 from coarse.proxy.nccl_join import NcclJoin, write_nccl_id
 from coarse.settings import SCHEDULING_CHOICES
@@ -17,6 +19,7 @@ from coarse.wire.device_job import (
     DOORBELLS,
     EXCHANGE_LOGS,
     LINK_TABLE,
+    METRICS,
     NCCL_ID,
     RING_LOGS,
     DeviceJob,
@@ -51,6 +54,8 @@ class DataPath:
         self._shared: dict[str, Segment] = {}  # the memory that all devices map, by name
         self.proxy: _native.Proxy | None = None
         """Set when all devices' shared memory exists."""
+        self.metrics = MetricsWriter()
+        """This device's metrics; counts nothing before the proxy exists."""
         self._links: PacedLinks | None = None
         self.is_started = False
         self._heartbeats: _native.HeartbeatWatch | None = None
@@ -151,7 +156,11 @@ class DataPath:
 
     def worker_fds(self, client: int) -> list[int]:
         """The descriptors that one of this device's own workers maps; the data path keeps them."""
-        return [self._client_segments[client].fd, self._shared[DOORBELLS].fd]
+        return [self._client_segments[client].fd, self._shared[DOORBELLS].fd, self._shared[METRICS].fd]
+
+    def metrics_reader(self) -> MetricsReader:
+        """Reads the metrics of the node's processes. Call it after share() of the home device."""
+        return MetricsReader.of_segment(self._shared[METRICS].fd, self._job.num_devices, self._job.ranks)
 
     def release_clients(self) -> None:
         """Closes this process's descriptors of client segments, when all workers have them."""
@@ -210,6 +219,10 @@ class DataPath:
         )
 
     def _make_proxy(self) -> _native.Proxy:
+        blocks = _native.MetricsSegment(
+            self._shared[METRICS].fd, self._job.num_devices, self._job.num_clients
+        )
+        self.metrics = MetricsWriter(blocks.device(self._job.device))
         proxy = _native.Proxy(
             device=self._job.device,
             num_devices=self._job.num_devices,
@@ -226,6 +239,7 @@ class DataPath:
             link_table_fd=self._shared[LINK_TABLE].fd if self._job.emulation else -1,
             node=self._job.node,
             num_nodes=self._job.num_nodes,
+            metrics=self.metrics.block,
         )
         if self._job.emulation:
             self._links = PacedLinks(self._shared[LINK_TABLE].fd)

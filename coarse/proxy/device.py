@@ -17,11 +17,12 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from coarse.errors import CoarseError, ProtocolError
 from coarse.kernels import _native
 from coarse.machine.out_of_memory import OutOfMemoryWatch
+from coarse.metrics.declarations import device_label
 from coarse.proxy.data_path import DataPath
 from coarse.proxy.event_loop import EventLoop
 from coarse.proxy.mailbox import Mailbox
@@ -51,12 +52,21 @@ from coarse.wire.messages import Message, Received, int_field
 from coarse.wire.persistent_sessions import leave_session_directory
 from coarse.wire.segments import pack, unpack
 
+if TYPE_CHECKING:  # slow to import
+    from coarse.metrics.endpoint import MetricsEndpoint
+
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.5
 
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _NOTIFYING_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+
+_FAILURE_KINDS = {
+    "WorkerLostError": "worker_lost",
+    "MemoryDeviceLostError": "device_lost",
+    "SchemaMismatchError": "mismatch",
+}
 
 _REASONS = (CoarseError, ValueError, OSError, _native.CudaError, _native.NcclError)
 """Errors that a device reports to its workers if it cannot start: faults of the machine, not its own bugs."""
@@ -96,6 +106,7 @@ class MemoryDevice:
         self._storage = StorageService(value_memory(memories.own), self._workers.send, contents.storage)
         self._replication = Replication(job, memories, contents, self._peers.tell_one)
         self._has_shared = False
+        self._endpoint: MetricsEndpoint | None = None
         self._has_told_of_nccl = False
         self._other_nodes = OtherNodes(job, self._peers.tell, self._abort)
         self.lost: set[int] = set()
@@ -173,8 +184,15 @@ class MemoryDevice:
         while not self._is_over():
             self._loop.run_once(_TICK_S)
             self._workers.drop_silent()
-            self._snapshots.look()
+            self._snapshots.look(self._data_path.metrics)
             self._progress()
+            self._gauge()
+
+    def _gauge(self) -> None:
+        """Renews the metrics that say how things stand now."""
+        metrics = self._data_path.metrics
+        metrics.set("coarse_workers", len(self._workers.present(range(self._job.num_clients))))
+        metrics.set("coarse_memory_bytes", self._registrar.allocated_bytes)
 
     def _turn_away(self, reason: Exception) -> None:
         loss = device_unready(self._job, reason)
@@ -219,6 +237,16 @@ class MemoryDevice:
             self._shared_memory = self._data_path.share()
             self._tell_of_nccl()  # before they see the communicator's name
             self._peers.tell(*self._shared_message())
+            self._serve_metrics()
+
+    def _serve_metrics(self) -> None:
+        """Serves the metrics of the node, if this is its home device and the settings say so."""
+        if self._job.is_home and self._job.metrics_port:
+            from coarse.metrics.endpoint import try_endpoint  # slow to import
+
+            read = self._data_path.metrics_reader().read
+            address, port = self._job.metrics_address, self._job.metrics_port
+            self._endpoint = try_endpoint(read, address, port, device_label(self._job.device))
 
     def _tell_of_nccl(self) -> None:
         """Informs the other devices if this one cannot join NCCL, so that none waits for it. Idempotent."""
@@ -309,6 +337,8 @@ class MemoryDevice:
 
     def _close(self) -> None:
         self._data_path.stop()
+        if self._endpoint is not None:
+            self._endpoint.close()
         self._data_path.close()
         # Before closing any connection: a process that waits for the close may start devices in the same place.
         if self._job.keep_s and not self._goes_on:
@@ -520,6 +550,7 @@ class MemoryDevice:
         if self._is_aborted:
             return
         self._loss = loss
+        self._data_path.metrics.add("coarse_failures_total", label=_kind_of(loss))
         self._peers.tell(loss.to_message("abort"))
         if self._data_path.proxy is not None:
             self._data_path.proxy.abort_nodes(loss.to_node())
@@ -531,6 +562,11 @@ class MemoryDevice:
             worker.send(loss.to_message("aborted"))
         if running is not None:
             running.abort([worker.client for worker in told])
+
+
+def _kind_of(loss: Failure) -> str:
+    """The value of coarse_failures_total's label for a failure."""
+    return _FAILURE_KINDS.get(loss.error, "other")
 
 
 def run_device(job_fd: int) -> None:

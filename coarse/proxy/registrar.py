@@ -117,6 +117,11 @@ class Registrar:
         """Whether other workers have requested a group that this worker has not."""
         return any(client not in registration.schemas for registration in self._registrations.values())
 
+    @property
+    def allocated_bytes(self) -> int:
+        """Memory that this device has reserved for all groups."""
+        return sum(registration.own_bytes for registration in self._registrations.values())
+
     def late_clients(self, group: int) -> list[int]:
         """Workers that have not requested a group."""
         registration = self._registrations.get(group)
@@ -262,6 +267,7 @@ class Registrar:
         registration.rows.update(rows)
         registration.is_allocated = True
         segments = [*own.values(), *settings.values(), *rows.values(), *shared.values()]
+        registration.own_bytes = sum(each.num_bytes for each in segments)
         extents, fds = pack(segments)
         self._send_to_peers(
             {

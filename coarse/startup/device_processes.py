@@ -227,6 +227,8 @@ def _job_of(
         keep_s=keep_s,
         replicas=settings.replicas,
         clients_of=tuple(each.workers for each in table.devices),
+        metrics_address=settings.metrics_address,
+        metrics_port=settings.metrics_port,
     )
 
 

@@ -335,7 +335,7 @@ def connect(joining: Joining, node: NodeDevices) -> Client:
             what=f"worker {rank}: joining the memory devices",
             on_silence=watch.check,
         )
-        segment_fd, doorbells_fd = next(reply.fds for reply in replies.values() if reply.fds)
+        segment_fd, doorbells_fd, metrics_fd = next(reply.fds for reply in replies.values() if reply.fds)
         for connection in connections:
             connection.pid = int(replies[connection.device].message["pid"])
         client = Client(
@@ -346,6 +346,7 @@ def connect(joining: Joining, node: NodeDevices) -> Client:
             connections=connections,
             segment_fd=segment_fd,
             doorbells_fd=doorbells_fd,
+            metrics_fd=metrics_fd,
             settings=settings,
             pace=choose_pace(settings, node.table.num_devices, len(node.ranks)),
             names=[joining.watch.describe(each) for each in node.ranks],
@@ -362,6 +363,7 @@ def connect(joining: Joining, node: NodeDevices) -> Client:
         )
         os.close(segment_fd)
         os.close(doorbells_fd)
+        os.close(metrics_fd)
     except BaseException as error:
         for connection in connections:
             connection.close()

@@ -21,6 +21,7 @@ EXCHANGE_LOGS = "exchange logs"
 LINK_TABLE = "link table"
 COLLECTIVE_LOGS = "collective logs"
 NCCL_ID = "nccl id"
+METRICS = "metrics"
 """Names of memory that all devices share (docs/design/arena.md)."""
 
 NCCL_ID_BYTES = 128
@@ -61,6 +62,7 @@ class DeviceJob:
         replicas: Extra copies of each memory device's contents, on the next devices of the ring.
         clients_of: The workers that each device serves.
         link_table_fd: The link table, if several nodes share it; -1 if the home device writes it.
+        metrics_address, metrics_port: Where the home device serves the node's metrics; port 0 for nowhere.
     """
 
     device: int
@@ -91,6 +93,8 @@ class DeviceJob:
     replicas: int = 0
     clients_of: tuple[tuple[int, ...], ...] = ()
     link_table_fd: int = -1
+    metrics_address: str = ""
+    metrics_port: int = 0
 
     @property
     def memory(self) -> str:
@@ -131,15 +135,21 @@ class DeviceJob:
         """The device that serves a worker."""
         return next(device for device, clients in enumerate(self.clients_of) if client in clients)
 
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of this node's workers, by client number."""
+        return self.nodes[self.node]
+
     def rank(self, client: int) -> int:
         """The rank of a worker of this node, as messages name it."""
-        return self.nodes[self.node][client]
+        return self.ranks[client]
 
     def own_memory(self) -> dict[str, int]:
         """The memory that this device allocates on the host for all devices to share: bytes by name."""
         own = {}
         if self.is_home:
             own[DOORBELLS] = _native.doorbells_bytes(self.num_devices)
+            own[METRICS] = _native.metrics_bytes(self.num_devices, self.num_clients)
         if self.is_home and self.has_rings:
             own[RING_LOGS] = _native.RING_LOGS_BYTES
         if self.is_home and self.has_exchange:
@@ -158,7 +168,7 @@ class DeviceJob:
 
     def shared_memory(self) -> set[str]:
         """Names of all memory that the devices share."""
-        names = {DOORBELLS, *self.ring_names(), *self.message_names()}
+        names = {DOORBELLS, METRICS, *self.ring_names(), *self.message_names()}
         optional = {
             RING_LOGS: self.has_rings,
             EXCHANGE_LOGS: self.has_exchange,

@@ -184,7 +184,8 @@ struct SharedState {
       : doorbells(shape.numDevices * sizeof(Doorbell)),
         ringLogs(sizeof(RingLogs)),
         collectiveLogs(sizeof(CollectiveLogs)),
-        exchangeLogs(shape.numDevices * sizeof(ExchangeLog)) {
+        exchangeLogs(shape.numDevices * sizeof(ExchangeLog)),
+        metrics(MetricsSegment::numBytes(shape.numDevices, shape.numClients)) {
     for (std::size_t i = 0; i < shape.numDevices; ++i) {
       rings.emplace_back(sizeof(RingSegment));
       messages.emplace_back(ringMessagesBytes(kHostMessageBytes));
@@ -192,7 +193,7 @@ struct SharedState {
     for (std::size_t i = 0; i < shape.numClients; ++i)
       segments.emplace_back(ClientSegment::numBytes(shape.numDevices));
   }
-  Memory doorbells, ringLogs, collectiveLogs, exchangeLogs;
+  Memory doorbells, ringLogs, collectiveLogs, exchangeLogs, metrics;
   std::vector<Memory> rings, messages, segments;
 };
 
@@ -248,10 +249,13 @@ class Cluster {
       config.numDevices = shape.numDevices;
       config.watchFds = watched;
       config.isEmulated = linkTable_ != nullptr;
+      config.metrics = metrics().client(client);
       clients_.push_back(
           std::make_unique<Client>(config, shared_.segments[client].fd, shared_.doorbells.fd, nullptr));
     }
   }
+
+  MetricsSegment metrics() const { return {shared_.metrics.fd, shape_.numDevices, shape_.numClients}; }
 
   /// Makes these the devices of one of several nodes; `fds[device][node]` are their connections. Before
   /// start().
@@ -421,6 +425,7 @@ class Cluster {
     config.numSyncCores = shape_.numSyncCores;
     config.scheduling = shape_.scheduling;
     config.exchangeLogsFd = shared_.exchangeLogs.fd;
+    config.metrics = metrics().device(device);
     if (linkTable_ != nullptr) {
       config.linkTableFd = linkTable_->fd;
       config.node = index_.node;

@@ -29,7 +29,7 @@ LAYERS = (
     ("proxy",),
     ("wire",),
     ("profiler", "checkpoint", "rendezvous", "arrays"),
-    ("emulation",),
+    ("emulation", "metrics"),
     ("kernels", "settings", "socket_store"),
     ("env",),
     ("store_server",),

@@ -8,6 +8,7 @@ namespace coarse {
 void registerCudaDriver(pybind11::module_& module);
 void registerNccl(pybind11::module_& module);
 void registerSharedMemory(pybind11::module_& module);
+void registerMetrics(pybind11::module_& module);
 void registerTensorMemory(pybind11::module_& module);
 void registerTensorGroup(pybind11::module_& module);
 void registerProxy(pybind11::module_& module);

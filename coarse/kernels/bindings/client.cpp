@@ -65,7 +65,7 @@ void registerClient(py::module_& module) {
   py::class_<Client>(module, "Client")
       .def(py::init([](std::size_t numDevices, int segmentFd, int doorbellsFd, std::vector<int> watchFds,
                        std::uint32_t spinMicroseconds, std::size_t bytesPerRing, bool isEmulated,
-                       std::uint32_t heartbeatMilliseconds) {
+                       std::uint32_t heartbeatMilliseconds, const MetricsBlock& metrics) {
              ClientConfig config;
              config.numDevices = numDevices;
              config.watchFds = std::move(watchFds);
@@ -73,11 +73,12 @@ void registerClient(py::module_& module) {
              config.bytesPerRing = bytesPerRing;
              config.isEmulated = isEmulated;
              config.heartbeatLimit = std::chrono::milliseconds(heartbeatMilliseconds);
+             config.metrics = metrics;
              return std::make_unique<Client>(std::move(config), segmentFd, doorbellsFd, checkSignals);
            }),
            py::arg("num_devices"), py::arg("segment_fd"), py::arg("doorbells_fd"), py::arg("watch_fds"),
            py::arg("spin_us"), py::arg("bytes_per_ring"), py::arg("is_emulated") = false,
-           py::arg("heartbeat_ms") = 0)
+           py::arg("heartbeat_ms") = 0, py::arg_v("metrics", MetricsBlock(), "MetricsBlock()"))
       .def("add_group",
            py::overload_cast<GroupPlan, std::size_t, int, const Region&, std::vector<std::uint16_t>>(
                &Client::addGroup),

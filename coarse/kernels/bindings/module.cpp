@@ -18,6 +18,7 @@ PYBIND11_MODULE(_native, module) {
   coarse::registerCudaDriver(module);
   coarse::registerNccl(module);
   coarse::registerSharedMemory(module);
+  coarse::registerMetrics(module);
   coarse::registerTensorMemory(module);
   coarse::registerTensorGroup(module);
   coarse::registerProxy(module);

@@ -14,6 +14,7 @@ from typing import Any
 
 from coarse.errors import CoarseError, ProtocolError
 from coarse.kernels import _native
+from coarse.metrics.writer import MetricsWriter
 from coarse.proxy.memory import DeviceMemory
 from coarse.proxy.outbox import SendToWorker
 from coarse.proxy.snapshots.group_snapshots import GroupSnapshots, warm
@@ -61,11 +62,20 @@ class SnapshotService:
         """Starts to serve snapshots of a group."""
         self._groups[group] = snapshots
 
-    def look(self) -> None:
-        """Logs errors with snapshots since the last call."""
+    def look(self, metrics: MetricsWriter) -> None:
+        """Logs errors with snapshots since the last call, and renews their metrics."""
         for snapshots in self._groups.values():
             for incident in snapshots.incidents():
                 logger.warning("[md%s] %s", self._device, incident)
+        self._gauge(metrics)
+
+    def _gauge(self, metrics: MetricsWriter) -> None:
+        found = [snapshots.statistics() for snapshots in self._groups.values()]
+        metrics.set("coarse_snapshot_pool_bytes", sum(each.taken_bytes for each in found))
+        metrics.set("coarse_snapshot_pool_limit_bytes", sum(each.limit_bytes for each in found))
+        metrics.set("coarse_snapshots_lost_total", sum(each.num_lost for each in found))
+        metrics.set("coarse_snapshot_waits_total", sum(each.num_waits for each in found))
+        metrics.set("coarse_snapshot_wait_seconds_total", round(sum(each.waited_s for each in found) * 1e9))
 
     def remove(self, group: int) -> None:
         """Removes a released group; readers of its snapshots can finish."""

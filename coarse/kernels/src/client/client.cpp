@@ -22,7 +22,20 @@ constexpr std::uint32_t kShardsPerCopy = 4;
 // Shards copied together to slots elsewhere, while the next ones are copied into the view.
 constexpr std::uint32_t kShardsPerBring = 16;
 
-std::uint64_t endOf(const Shard& shard) { return shard.offset + shard.numElements * itemBytes(shard.dtype); }
+std::uint64_t bytesOf(const Shard& shard) { return shard.numElements * itemBytes(shard.dtype); }
+
+std::uint64_t endOf(const Shard& shard) { return shard.offset + bytesOf(shard); }
+
+/// How a shard that is pushed with these flags is synchronised, as metrics number it.
+std::size_t wayOf(Algorithm algorithm, std::uint8_t flags) {
+  if (isUpdateByMean(flags)) return kUpdateByMean;
+  return (flags & kDirectAllReduce) != 0 ? kByWorkers : static_cast<std::size_t>(algorithm);
+}
+
+/// Whether steps may be recognised by pushes of a group: not those of buffers or link probes.
+bool canHaveSteps(const GroupPlan& plan) {
+  return !plan.shards.empty() && !plan.shards[0].isDynamic && plan.shards[0].algorithm != Algorithm::kProbe;
+}
 
 }  // namespace
 
@@ -67,6 +80,7 @@ void Client::addGroup(GroupPlan plan, std::size_t client, int controlFd, std::sh
     const std::uint32_t tensor = plan.shards[shard].tensor;
     if (tensor >= group->tensors.size()) group->tensors.resize(tensor + 1, ClientTensor{shard, 0, 0, false});
     ++group->tensors[tensor].numShards;
+    group->numBytes += bytesOf(plan.shards[shard]);
   }
   group->routes = std::move(routes);
   group->directAllReduceFlags.assign(plan.shards.size(), 0);
@@ -75,11 +89,45 @@ void Client::addGroup(GroupPlan plan, std::size_t client, int controlFd, std::sh
   const std::uint32_t id = group->plan.id;
   const std::lock_guard lock(groupsMutex_);
   groups_[id] = std::move(group);
+  chooseStepGroup();
 }
 
 void Client::removeGroup(std::uint32_t group) {
   const std::lock_guard lock(groupsMutex_);
   groups_.erase(group);
+  chooseStepGroup();
+}
+
+/// @pre groupsMutex_ is locked.
+void Client::chooseStepGroup() {
+  const Group* largest = nullptr;
+  for (const auto& [id, group] : groups_) {
+    if (!canHaveSteps(group->plan)) continue;
+    if (largest == nullptr || group->numBytes > largest->numBytes) largest = group.get();
+  }
+  stepGroup_.store(largest, std::memory_order_relaxed);
+}
+
+/// Times a step from the first tensor that its first push brought to that tensor's next push. An update by
+/// the mean belongs to the step of that mean.
+void Client::noteStep(Group& group, std::uint32_t tensor, std::uint8_t flags) noexcept {
+  if (&group != stepGroup_.load(std::memory_order_relaxed) || isUpdateByMean(flags)) return;
+  std::int64_t first = -1;
+  if (!group.firstPushed.compare_exchange_strong(first, tensor) && first != tensor) return;
+  const MonotonicNs now = monotonicNow();
+  if (group.stepBegan != 0)
+    config_.metrics.observe(Metric::kStepSeconds, std::chrono::nanoseconds(now - group.stepBegan));
+  group.stepBegan = now;
+}
+
+void Client::countPush(const Group& group, std::uint32_t shard, std::uint8_t flags,
+                       std::size_t numBytes) const noexcept {
+  const std::size_t way = wayOf(group.plan.shards[shard].algorithm, flags);
+  const std::size_t series = group.routes[shard] * kNumWays + way;
+  config_.metrics.add(Metric::kPushedShards, 1, series);
+  // Of a table only some rows travel, which ClientRows counts.
+  if ((flags & kPresent) != 0 && way != kUpdateByMean && !group.plan.isTable(group.plan.shards[shard]))
+    config_.metrics.add(Metric::kPushedBytes, numBytes, series);
 }
 
 void Client::setRoutes(std::uint32_t groupId, std::vector<std::uint16_t> routes) {
@@ -129,6 +177,7 @@ WaitStatus Client::push(std::uint32_t groupId, std::uint32_t tensorIndex, std::u
   ClientTensor& tensor = tensorOf(group, tensorIndex);
   if (tensor.isPending)
     throw std::logic_error("the tensor was pushed again before its last result was pulled");
+  noteStep(group, tensorIndex, flags);
   const ShardRange shards = beginPush(groupId, tensorIndex);
   const bool isElsewhere = group.copies != nullptr;
   if (isElsewhere && (flags & kPresent) != 0) bringTensor(group, tensor, source);
@@ -156,7 +205,9 @@ ShardRange Client::beginPush(std::uint32_t groupId, std::uint32_t tensorIndex) {
 }
 
 WaitStatus Client::post(std::uint32_t groupId, const ShardRange& shards, std::uint8_t flags) {
-  const Group& group = find(groupId);
+  Group& group = find(groupId);
+  const std::uint32_t tensor = group.plan.shards[shards.first].tensor;
+  if (group.tensors[tensor].firstShard == shards.first) noteStep(group, tensor, flags);
   const std::lock_guard lock(postMutex_);
   for (std::uint32_t i = shards.first; i < shards.last; ++i) {
     const WaitStatus status = postShard(group, i, shards.step, flags, &Client::checkPeers);
@@ -182,7 +233,7 @@ ShardRange Client::shardsOf(std::uint32_t groupId, std::uint32_t tensorIndex) {
 WaitStatus Client::waitUntil(const std::function<bool()>& isDone, double timeoutSeconds) {
   if (isForked()) return WaitStatus::kForked;
   const std::uint32_t completed = segment_.inbox().completed.load(std::memory_order_seq_cst);
-  return wait(isDone, completed + 1, timeoutSeconds);
+  return wait(isDone, completed + 1, WaitCause::kBackground, timeoutSeconds);
 }
 
 WaitStatus Client::postShard(const Group& group, std::uint32_t shard, std::uint32_t step, std::uint8_t flags,
@@ -193,8 +244,9 @@ WaitStatus Client::postShard(const Group& group, std::uint32_t shard, std::uint3
   descriptor.step = step;
   descriptor.flags = static_cast<std::uint8_t>(flags | group.directAllReduceFlags[shard]);
   descriptor.op = group.relays[shard];
-  const Shard& plan = group.plan.shards[shard];
-  return postDescriptor(group.routes[shard], descriptor, plan.numElements * itemBytes(plan.dtype), health);
+  const std::size_t numBytes = bytesOf(group.plan.shards[shard]);
+  countPush(group, shard, descriptor.flags, numBytes);
+  return postDescriptor(group.routes[shard], descriptor, numBytes, health);
 }
 
 /// Copies a whole tensor to slots that lie elsewhere before notifying devices of any shard: starting and
@@ -219,8 +271,10 @@ void Client::bringTensor(Group& group, const ClientTensor& tensor, const void* s
 WaitStatus Client::postDescriptor(std::uint16_t device, Descriptor descriptor, std::size_t numBytes,
                                   Health health) {
   if (config_.isEmulated) descriptor.sentAt = stampOf(monotonicNow());
+  WaitTimer timer(config_.metrics, WaitCause::kQueue);
   while (!producers_[device].push(descriptor)) {
     // The queue is full: the device is behind. It needs the processor, and we need to notice if it has died.
+    timer.begin();
     doorbells_[device].ring();
     heldBackBytes_[device] = 0;
     YieldingSpin spin(kHealthInterval);
@@ -261,7 +315,7 @@ WaitStatus Client::pull(std::uint32_t groupId, std::uint32_t tensorIndex, void* 
   const std::uint32_t batch = isCopied ? kShardsPerCopy : tensor.numShards;
   for (std::uint32_t first = tensor.firstShard; first < end; first += batch) {
     const std::uint32_t last = std::min(first + batch, end);
-    const WaitStatus status = waitForShards(group, first, last, timeoutSeconds);
+    const WaitStatus status = waitForShards(group, first, last, WaitCause::kResults, timeoutSeconds);
     if (status != WaitStatus::kDone) return status;
     if (group.copies != nullptr) fetchShards(group, first, last);
     if (destination != nullptr) copyOut(group, first, last, tensor, static_cast<std::byte*>(destination));
@@ -285,7 +339,7 @@ WaitStatus Client::pullAll(std::uint32_t groupId, double timeoutSeconds) {
   flush();
   Group& group = find(groupId);
   const auto numShards = static_cast<std::uint32_t>(group.plan.shards.size());
-  const WaitStatus status = waitForShards(group, 0, numShards, timeoutSeconds);
+  const WaitStatus status = waitForShards(group, 0, numShards, WaitCause::kResults, timeoutSeconds);
   if (status != WaitStatus::kDone) return status;
   if (group.copies != nullptr) fetchPending(group);
   for (ClientTensor& tensor : group.tensors) tensor.isPending = false;
@@ -398,6 +452,8 @@ WaitStatus Client::probe(std::uint32_t groupId, const std::vector<ClientProbe>& 
     descriptor.shard = tensor.firstShard;
     descriptor.step = ++tensor.step;
     probe.request.writeTo(descriptor);
+    config_.metrics.add(Metric::kPushedShards, 1,
+                        probe.device * kNumWays + static_cast<std::size_t>(Algorithm::kProbe));
     // A ring between two posts could cost the processor, and delay the second post.
     const std::lock_guard lock(postMutex_);
     if (const WaitStatus status = postDescriptor(probe.device, descriptor, 0); status != WaitStatus::kDone)
@@ -418,13 +474,13 @@ WaitStatus Client::probe(std::uint32_t groupId, const std::vector<ClientProbe>& 
   };
   while (numDone < probes.size()) {
     const std::uint32_t completed = segment_.inbox().completed.load(std::memory_order_seq_cst);
-    const WaitStatus status = wait(noteDone, completed + 1, timeoutSeconds);
+    const WaitStatus status = wait(noteDone, completed + 1, WaitCause::kProbe, timeoutSeconds);
     if (status != WaitStatus::kDone) return status;
   }
   return WaitStatus::kDone;
 }
 
-WaitStatus Client::waitForShards(const Group& group, std::uint32_t first, std::uint32_t last,
+WaitStatus Client::waitForShards(const Group& group, std::uint32_t first, std::uint32_t last, WaitCause cause,
                                  double timeoutSeconds) {
   const std::uint32_t completed = segment_.inbox().completed.load(std::memory_order_seq_cst);
   std::uint32_t shard = first;
@@ -435,11 +491,14 @@ WaitStatus Client::waitForShards(const Group& group, std::uint32_t first, std::u
   // Every unfinished shard needs its own completion, so an earlier wake-up would be useless.
   std::uint32_t numUnfinished = 0;
   for (std::uint32_t i = first; i < last; ++i) numUnfinished += isShardDone(group, i) ? 0 : 1;
-  return wait(areDone, completed + numUnfinished, timeoutSeconds);
+  return wait(areDone, completed + numUnfinished, cause, timeoutSeconds);
 }
 
 template <typename IsDone>
-WaitStatus Client::wait(IsDone isDone, std::uint32_t wakeAt, double timeoutSeconds) {
+WaitStatus Client::wait(IsDone isDone, std::uint32_t wakeAt, WaitCause cause, double timeoutSeconds) {
+  if (isDone()) return WaitStatus::kDone;
+  WaitTimer timer(config_.metrics, cause);
+  timer.begin();
   Inbox& inbox = segment_.inbox();
   YieldingSpin spin(config_.spinBudget);
   do {

@@ -53,6 +53,7 @@ WaitStatus Client::contribute(Group& group, const BufferPieces& pieces, std::siz
     descriptor.dtype = static_cast<std::uint8_t>(pieces.dtype);
     descriptor.op = static_cast<std::uint8_t>(pieces.op);
     const std::lock_guard lock(postMutex_);
+    countPush(group, shard, descriptor.flags, numBytes);
     const WaitStatus status = postDescriptor(group.routes[shard], descriptor, numBytes);
     if (status != WaitStatus::kDone) return status;
   }
@@ -65,7 +66,8 @@ WaitStatus Client::collect(const Group& group, const BufferPieces& pieces, std::
   const std::size_t end = pieces.endOfHalf(begin);
   if (begin >= end) return WaitStatus::kDone;
   const std::uint32_t last = pieces.shardOf(end - 1) + 1;
-  const WaitStatus status = waitForShards(group, pieces.shardOf(begin), last, timeoutSeconds);
+  const WaitStatus status =
+      waitForShards(group, pieces.shardOf(begin), last, WaitCause::kAllReduce, timeoutSeconds);
   if (status != WaitStatus::kDone) return status;
   for (std::size_t at = begin; at < end; at += pieces.perShard) {
     const std::byte* slot = group.slots->data() + group.plan.shards[pieces.shardOf(at)].offset;

@@ -85,6 +85,7 @@ bool DescriptorIntake::take(std::size_t client, Descriptor& descriptor) {
 }
 
 bool DescriptorIntake::handOver(std::size_t client, const Descriptor& descriptor) {
+  config_.metrics.add(Metric::kTakenShards, 1);
   if (clients_[client]->isEvicted) return false;
   if (isClosed_.load(std::memory_order_relaxed) && !isUpdateByMean(descriptor.flags)) return false;
   return accept_(client, descriptor);

@@ -29,6 +29,7 @@ IntakeConfig intakeConfig(const ProxyConfig& config) {
   intake.numDevices = config.numDevices;
   intake.numClients = config.numClients;
   intake.scheduling = config.scheduling;
+  intake.metrics = config.metrics;
   if (!config.localClients.empty()) intake.observer = config.localClients.front();
   return intake;
 }
@@ -67,6 +68,8 @@ Proxy::Proxy(ProxyConfig config, int doorbellsFd, int eventFd, const RingMemory&
   cores.numCores = config_.numSyncCores;
   cores.spinBudget = std::chrono::microseconds(config_.spinMicroseconds);
   cores.needsExactSleeps = links_.isPaced();
+  cores.metrics = config_.metrics;
+  config_.metrics.set(Metric::kSyncCores, config_.numSyncCores);
   syncCores_ = std::make_unique<SyncCores>(
       cores, doorbells_[config_.device], [this](std::size_t core) { return work(core); },
       [this](std::size_t core) { return core == 0 ? untilNext() : std::nullopt; },
@@ -95,7 +98,7 @@ void Proxy::openLinks() {
       peers, links_, [this](std::uint32_t group) { return groups_.find(group); },
       [this](const TensorGroup& group) -> ShardCompute& { return computeOf(group); },
       [this](TensorGroup& group, const RingEntry& entry, std::size_t client) {
-        if (client == 0) count(group.shape(entry.shard));
+        if (client == 0) count(group, entry.shard);
         finishShard(group, entry, client);
       },
       config_.numNodes == 1
@@ -153,7 +156,7 @@ void Proxy::finishNodesShard(TensorGroup& group, const RingEntry& entry) {
 void Proxy::openRings(const RingMemory& rings, const CollectiveMemory& collectives) {
   const auto findGroup = [this](std::uint32_t group) { return groups_.find(group); };
   const auto finish = [this](TensorGroup& group, const RingEntry& entry, const ShardShape& shape) {
-    count(shape);
+    count(group, entry.shard);
     for (const std::size_t client : config_.localClients) letPull(group, entry, shape, client);
   };
   if (!rings.bufferFds.empty()) {
@@ -186,7 +189,7 @@ void Proxy::joinNodes(std::size_t node, std::vector<std::vector<int>> ranks,
         nodeEvents_.push_back(std::move(event));
         notify();
       },
-      links_.isPaced() ? nodePacing() : NodePacing());
+      links_.isPaced() ? nodePacing() : NodePacing(), config_.metrics);
 }
 
 void Proxy::addClient(std::size_t client, int segmentFd) { intake_.addClient(client, segmentFd); }
@@ -497,7 +500,7 @@ bool Proxy::copyToReplica(TensorGroup& group, std::size_t core) {
   if (shards.empty()) return false;
   replica.copy(group, shards, memoryOf(group).stagings[core]);
   for (const std::uint32_t each : shards) {
-    count(group.shape(each));
+    count(group, each);
     finishForAll(group, newestEntry(group, each));
   }
   return true;
@@ -570,9 +573,16 @@ void Proxy::takeMean(TensorGroup& group, const RingEntry& entry) {
   for (std::size_t device = 0; device < config_.numDevices; ++device) doorbells_[device].ring();
 }
 
-void Proxy::count(const ShardShape& shape) noexcept {
+void Proxy::count(const TensorGroup& group, std::uint32_t shard) noexcept {
+  const ShardShape shape = group.shape(shard);
+  const std::uint64_t numBytes = shape.numElements * itemBytes(shape.dtype);
   numShards_.fetch_add(1, std::memory_order_relaxed);
-  numBytes_.fetch_add(shape.numElements * itemBytes(shape.dtype), std::memory_order_relaxed);
+  numBytes_.fetch_add(numBytes, std::memory_order_relaxed);
+  const bool isByMean = isUpdateByMean(group.control().contribution(shard, 0).flags);
+  const std::size_t way =
+      isByMean ? kUpdateByMean : static_cast<std::size_t>(group.plan().shards[shard].algorithm);
+  config_.metrics.add(Metric::kReducedShards, 1, way);
+  config_.metrics.add(Metric::kReducedBytes, numBytes, way);
 }
 
 void Proxy::report(int client, std::string message) {

@@ -89,7 +89,10 @@ void SyncCores::run(std::size_t core) {
     if (core == 0) doorbell_.beats.store(++numTurns, std::memory_order_relaxed);
     // Read before looking for work: a ring in between changes it, and sleep() returns immediately.
     const std::uint32_t seenRings = doorbell_.rings.load(std::memory_order_seq_cst);
+    const auto began = Clock::now();
     if (attempt([&] { return work_(core); })) {
+      const std::chrono::nanoseconds busy = Clock::now() - began;
+      config_.metrics.add(Metric::kSyncCoreBusySeconds, static_cast<std::uint64_t>(busy.count()));
       spin.reset();
     } else if (!spin.yield()) {
       sleep(core, seenRings);

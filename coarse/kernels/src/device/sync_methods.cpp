@@ -156,7 +156,7 @@ void Proxy::concludeShard(TensorGroup& group, const RingEntry& entry) noexcept {
       return;
     }
   }
-  count(group.shape(entry.shard));
+  count(group, entry.shard);
   finishForAll(group, entry);
 }
 

@@ -127,7 +127,8 @@ std::string nameOf(const FrameHeader& header) {
 
 NodeExchange::NodeExchange(std::size_t node, std::vector<std::vector<int>> ranks,
                            const std::vector<std::vector<int>>& fds, Reduce reduce, FinishShard finishShard,
-                           Report report, std::function<void(NodeEvent)> onEvent, NodePacing pacing)
+                           Report report, std::function<void(NodeEvent)> onEvent, NodePacing pacing,
+                           MetricsBlock metrics)
     : index_{node, ranks.size()},
       ranks_(std::move(ranks)),
       reduce_(std::move(reduce)),
@@ -140,7 +141,8 @@ NodeExchange::NodeExchange(std::size_t node, std::vector<std::vector<int>> ranks
               [this](std::size_t from, const FrameHeader& header, const FramePayload& payload) {
                 close(from, header, payload);
               },
-              [this, onEvent = std::move(onEvent)](NodeEvent event) { passOn(std::move(event), onEvent); }}) {
+              [this, onEvent = std::move(onEvent)](NodeEvent event) { passOn(std::move(event), onEvent); }},
+             std::move(metrics)) {
   if (index_.numNodes > kMostNodes)
     throw std::invalid_argument("a job has at most " + std::to_string(kMostNodes) + " nodes");
   if (node >= index_.numNodes || fds.size() != index_.numNodes)

@@ -85,8 +85,9 @@ struct NodeLinks::Connection {
   bool isShutDown = false;  // everything was sent
 };
 
-NodeLinks::NodeLinks(std::size_t node, const std::vector<std::vector<int>>& fds, Receiver receiver)
-    : node_(node), receiver_(std::move(receiver)), connections_(fds.size()) {
+NodeLinks::NodeLinks(std::size_t node, const std::vector<std::vector<int>>& fds, Receiver receiver,
+                     MetricsBlock metrics)
+    : node_(node), receiver_(std::move(receiver)), metrics_(std::move(metrics)), connections_(fds.size()) {
   for (std::size_t other = 0; other < fds.size(); ++other) {
     if (fds[other].empty() != (other == node))
       throw std::invalid_argument("a memory device needs connections to every other node");
@@ -279,6 +280,7 @@ bool NodeLinks::sendSome(Connection& connection) {
     return true;
   }
   auto left = static_cast<std::size_t>(numSent);
+  metrics_.add(Metric::kNodeSentBytes, left);
   while (left > 0) {
     Frame& frame = connection.queue.front();
     const std::size_t part = std::min(left, frame.numBytes() - frame.numSent);
@@ -334,6 +336,7 @@ bool NodeLinks::receiveSome(Connection& connection) {
     return false;
   }
   connection.numReceived += static_cast<std::size_t>(got);
+  metrics_.add(Metric::kNodeReceivedBytes, static_cast<std::size_t>(got));
   if (isHeader && connection.numReceived == kHeaderBytes) open(connection);
   if (connection.numReceived >= kHeaderBytes &&
       connection.numReceived == kHeaderBytes + connection.header.payloadBytes) {

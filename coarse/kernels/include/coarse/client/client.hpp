@@ -17,6 +17,7 @@
 #include "coarse/recovery/heartbeat.hpp"
 #include "coarse/shared_memory/descriptor_queue.hpp"
 #include "coarse/shared_memory/layout.hpp"
+#include "coarse/shared_memory/metrics.hpp"
 #include "coarse/shared_memory/probe_request.hpp"
 #include "coarse/shared_memory/shared_memory.hpp"
 #include "coarse/tensors/tensor_group.hpp"
@@ -66,6 +67,7 @@ struct ClientConfig {
   bool isEmulated =
       false;  // descriptors carry the time at which they were posted, from which emulated links count
   std::chrono::milliseconds heartbeatLimit{0};  // of HeartbeatWatch
+  MetricsBlock metrics;
 };
 
 /// A worker's end of the data path: copies tensors into its slots, notifies memory devices, waits for
@@ -194,6 +196,9 @@ class Client {
     std::vector<std::uint8_t> directAllReduceFlags;  // of each shard
     std::vector<std::uint8_t> relays;                // likewise
     std::vector<ClientTensor> tensors;
+    std::uint64_t numBytes = 0;                 // of its shards
+    std::atomic<std::int64_t> firstPushed{-1};  // the tensor whose pushes begin steps; -1 before the first
+    MonotonicNs stepBegan = 0;                  // used by that tensor's pushes; 0 before the first
   };
 
   /// An unregistered buffer, cut into pieces that take turns in the dynamic shards of a group.
@@ -234,15 +239,19 @@ class Client {
   WaitStatus postDescriptor(std::uint16_t device, Descriptor descriptor, std::size_t numBytes,
                             Health health = &Client::health);
   void ringHeldBack() noexcept;
-  WaitStatus waitForShards(const Group& group, std::uint32_t first, std::uint32_t last,
+  WaitStatus waitForShards(const Group& group, std::uint32_t first, std::uint32_t last, WaitCause cause,
                            double timeoutSeconds);
+  void noteStep(Group& group, std::uint32_t tensor, std::uint8_t flags) noexcept;
+  void chooseStepGroup();
+  void countPush(const Group& group, std::uint32_t shard, std::uint8_t flags,
+                 std::size_t numBytes) const noexcept;
   static void bringTensor(Group& group, const ClientTensor& tensor, const void* source);
   static void fetchShards(Group& group, std::uint32_t first, std::uint32_t last);
   static void fetchPending(Group& group);
   static void copyOut(const Group& group, std::uint32_t first, std::uint32_t last, const ClientTensor& tensor,
                       std::byte* destination) noexcept;
   template <typename IsDone>
-  WaitStatus wait(IsDone isDone, std::uint32_t wakeAt, double timeoutSeconds);
+  WaitStatus wait(IsDone isDone, std::uint32_t wakeAt, WaitCause cause, double timeoutSeconds);
   WaitStatus health();
   bool isForked() const noexcept;
 
@@ -261,7 +270,8 @@ class Client {
   std::vector<std::size_t> heldBackBytes_;  // per device: posted, without a wake-up
   mutable std::mutex groupsMutex_;          // guards the table, not its values
   std::unordered_map<std::uint32_t, std::unique_ptr<Group>> groups_;
-  std::mutex peersMutex_;  // guards heartbeats_
+  std::atomic<const Group*> stepGroup_ = nullptr;  // the largest group, whose pushes are timed as steps
+  std::mutex peersMutex_;                          // guards heartbeats_
   std::atomic<std::size_t> lostDevice_ = 0;
   pid_t pid_;
 };

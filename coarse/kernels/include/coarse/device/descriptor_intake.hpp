@@ -13,6 +13,7 @@
 #include "coarse/emulation/device_links.hpp"
 #include "coarse/shared_memory/descriptor_queue.hpp"
 #include "coarse/shared_memory/layout.hpp"
+#include "coarse/shared_memory/metrics.hpp"
 #include "coarse/shared_memory/shard_queue.hpp"
 #include "coarse/shared_memory/shared_memory.hpp"
 #include "coarse/tensors/tensor_group.hpp"
@@ -33,6 +34,7 @@ struct IntakeConfig {
   std::size_t numClients = 1;
   Scheduling scheduling = Scheduling::kQueues;
   std::size_t observer = 0;  // first-come-first-serve: the client whose result ends a shard's turn
+  MetricsBlock metrics;
 };
 
 /// Takes the descriptors that clients send to one memory device; in an emulated session, once their

@@ -22,6 +22,7 @@
 #include "coarse/node/node_exchange.hpp"
 #include "coarse/recovery/recovery.hpp"
 #include "coarse/shared_memory/layout.hpp"
+#include "coarse/shared_memory/metrics.hpp"
 #include "coarse/shared_memory/shared_memory.hpp"
 #include "coarse/tensors/shard_compute.hpp"
 #include "coarse/tensors/tensor_group.hpp"
@@ -42,6 +43,7 @@ struct ProxyConfig {
   std::size_t node = 0;      // of the endpoints of that table; all nodes have as many clients and devices
   std::size_t numNodes = 1;  // likewise
   std::vector<int> ranks;    // of the clients, for messages; empty: the clients' numbers
+  MetricsBlock metrics;
 
   /// @throws std::invalid_argument if a number is out of range.
   void validate() const;
@@ -188,7 +190,7 @@ class Proxy {
   void letPull(TensorGroup& group, const RingEntry& entry, const ShardShape& shape, std::size_t client);
   void finishShard(TensorGroup& group, const RingEntry& entry, std::size_t client) noexcept;
   void finishForAll(TensorGroup& group, const RingEntry& entry) noexcept;
-  void count(const ShardShape& shape) noexcept;
+  void count(const TensorGroup& group, std::uint32_t shard) noexcept;
   void wakeOthers() noexcept;
   bool hasUnfinishedShard() const noexcept;
   void report(int client, std::string message);

@@ -14,6 +14,7 @@
 
 #include "coarse/emulation/pacer.hpp"
 #include "coarse/shared_memory/layout.hpp"
+#include "coarse/shared_memory/metrics.hpp"
 
 namespace coarse {
 
@@ -21,6 +22,7 @@ struct SyncCoresConfig {
   std::size_t numCores = 1;
   std::chrono::microseconds spinBudget{50};  // time for which an idle core polls before it sleeps
   bool needsExactSleeps = false;             // emulated links
+  MetricsBlock metrics;
 };
 
 /// The sync cores of one memory device (paper, section IV-A): threads that work while work exists, and

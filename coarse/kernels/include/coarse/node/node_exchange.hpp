@@ -54,7 +54,8 @@ class NodeExchange {
   /// @throws std::invalid_argument if they do not match.
   NodeExchange(std::size_t node, std::vector<std::vector<int>> ranks,
                const std::vector<std::vector<int>>& fds, Reduce reduce, FinishShard finishShard,
-               Report report, std::function<void(NodeEvent)> onEvent, NodePacing pacing = {});
+               Report report, std::function<void(NodeEvent)> onEvent, NodePacing pacing = {},
+               MetricsBlock metrics = {});
 
   std::size_t numNodes() const noexcept { return index_.numNodes; }
   void start() { links_.start(); }

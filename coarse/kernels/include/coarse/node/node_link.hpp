@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "coarse/emulation/pacer.hpp"
+#include "coarse/shared_memory/metrics.hpp"
 
 /// Frames between the memory devices of different nodes, over connected stream sockets
 /// (docs/design/nodes.md).
@@ -99,7 +100,8 @@ class NodeLinks {
   /// Takes connected stream sockets: `fds[n]` to node n, empty for the node itself. Duplicates them; the
   /// caller closes its own. @throws std::system_error if a descriptor is invalid, or std::invalid_argument if
   /// a node has none.
-  NodeLinks(std::size_t node, const std::vector<std::vector<int>>& fds, Receiver receiver);
+  NodeLinks(std::size_t node, const std::vector<std::vector<int>>& fds, Receiver receiver,
+            MetricsBlock metrics = {});
   /// As stop().
   ~NodeLinks();
   NodeLinks(const NodeLinks&) = delete;
@@ -142,6 +144,7 @@ class NodeLinks {
 
   std::size_t node_;
   Receiver receiver_;
+  MetricsBlock metrics_;
   int epollFd_ = -1;
   int wakeFd_ = -1;
   std::vector<std::vector<std::unique_ptr<Connection>>> connections_;  // by node

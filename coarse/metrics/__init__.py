@@ -1,0 +1,1 @@
+"""Counters, gauges and histograms of workers and memory devices: reading, serving and reporting them."""
