@@ -24,7 +24,9 @@ from coarse.errors import SessionClosedError
 from coarse.failpoints import Failpoints, parse_failpoints
 from coarse.kernels import _native
 from coarse.machine.partition_table import PartitionTable
+from coarse.metrics.reporter import MetricsReporter, WriteScalar
 from coarse.metrics.values import Metrics
+from coarse.metrics.writer import MetricsWriter
 from coarse.profiler.link_plan import plan_links
 from coarse.profiler.routing import RoutingTable
 from coarse.profiler.start import OFF, FoundProfile
@@ -424,6 +426,23 @@ class Session:
             SessionClosedError: After close().
         """
         return self._open().read_metrics()
+
+    def reporter(self, write: WriteScalar, *, every: int = 100) -> MetricsReporter:
+        """Reports metrics(), counters as rates, to a function while the script trains; call its step() once per step.
+
+        Args:
+            write: Takes tag, value and step of each scalar: `SummaryWriter.add_scalar` of TensorBoard, or your own.
+            every: Steps between two reports.
+
+        Raises:
+            ValueError: If `every` is below 1.
+        """
+        return MetricsReporter(self.metrics, write, every=every)
+
+    @property
+    def metrics_writer(self) -> MetricsWriter:
+        """Counts events of this worker; counts nothing after close()."""
+        return MetricsWriter() if self._client is None else self._client.metrics
 
     def count_samples(self, number: int) -> None:
         """Adds to coarse_samples_total, from which samples per second follow.

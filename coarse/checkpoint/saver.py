@@ -26,6 +26,7 @@ from coarse.checkpoint.writer import (
     write_worker_state,
 )
 from coarse.errors import CheckpointError, CoarseError
+from coarse.metrics.writer import MetricsWriter
 from coarse.scheduling import lower_priority
 
 logger = logging.getLogger(__name__)
@@ -137,17 +138,26 @@ class Saver:
         parent: Folder of all checkpoints; the saver takes ownership.
         keep: Number of newest checkpoints to keep, besides pinned ones.
         most_failures: Number of failures in a row that counts as an error.
+        metrics: Gives the writer that counts saves, when one has ended.
 
     Raises:
         ValueError: If `keep` or `most_failures` is below 1.
     """
 
-    def __init__(self, parent: Folder, *, keep: int = 3, most_failures: int = 3) -> None:
+    def __init__(
+        self,
+        parent: Folder,
+        *,
+        keep: int = 3,
+        most_failures: int = 3,
+        metrics: Callable[[], MetricsWriter] = MetricsWriter,
+    ) -> None:
         if keep < 1 or most_failures < 1:
             raise ValueError(f"keep={keep} and most_failures={most_failures} must be at least 1")
         self._parent = parent
         self._keep = keep
         self._most_failures = most_failures
+        self._metrics = metrics
         # A running executor starts a save without waiting for a thread.
         self._executor = ThreadPoolExecutor(1, "coarse-checkpoint", lower_priority)
         self._under_way: Future[None] | None = None
@@ -194,6 +204,7 @@ class Saver:
     def count_skipped(self, number: int) -> None:
         """Counts saves that did not begin."""
         self._count(num_skipped=self.counts.num_skipped + number)
+        self._metrics().add("coarse_checkpoint_saves_total", number, label="skipped")
 
     @property
     def has_given_up(self) -> bool:
@@ -245,6 +256,7 @@ class Saver:
             num_failed_in_row=counts.num_failed_in_row + 1,
             last_error=text,
         )
+        self._metrics().add("coarse_checkpoint_saves_total", label="failed")
         # Log traces only for unexpected errors; a full disk is expected.
         expected = isinstance(error, (OSError, CoarseError))
         logger.warning(
@@ -274,8 +286,15 @@ class Saver:
         self._count(
             num_saved=self.counts.num_saved + 1, num_failed_in_row=0, last_save_s=save_s, last_bytes=num_bytes
         )
+        self._measure(save_s, num_bytes)
         logger.info("[step %d] saved %s: %.1f MiB in %.2f s", name.step, name, num_bytes / 2**20, save_s)
         self._remove_superseded(name)
+
+    def _measure(self, save_s: float, num_bytes: int) -> None:
+        metrics = self._metrics()
+        metrics.add("coarse_checkpoint_saves_total", label="saved")
+        metrics.add("coarse_checkpoint_written_bytes_total", num_bytes)
+        metrics.observe("coarse_checkpoint_save_seconds", save_s)
 
     def _remove_torn(self) -> None:
         """Removes files of failed saves, including those of workers that were late with their own state."""

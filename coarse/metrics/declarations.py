@@ -16,8 +16,7 @@ QUEUE_SHARDS: Final = "coarse_queue_shards"
 BUCKET_BOUNDS_S: Final = tuple(bound / 1e9 for bound in _native.metric_bucket_bounds_ns())
 """Upper bounds of the buckets of all histograms, in seconds; one more bucket holds longer durations."""
 
-_OWNER_LABELS = {_native.MetricOwner.WORKER: "worker", _native.MetricOwner.DEVICE: "device"}
-_SCALES = {_native.MetricUnit.SECONDS: 1e-9}
+_SCALES = {"seconds": 1e-9}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +51,7 @@ def label_values(label: str, num_devices: int) -> list[str]:
     """The values of a label, in the order of their numbers."""
     if label == "device":
         return [device_label(device) for device in range(num_devices)]
-    return _native.metric_label_values(_native.MetricLabel[label.upper()])
+    return _native.metric_label_values(label)
 
 
 def device_label(device: int) -> str:
@@ -60,15 +59,16 @@ def device_label(device: int) -> str:
     return f"md{device}"
 
 
-def _declared(number: int, native: _native.MetricDeclaration) -> Declaration:
+def _declared(number: int, native: tuple[str, str, str, str, list[str], str]) -> Declaration:
+    name, kind, unit, owner, labels, help_text = native
     return Declaration(
         number=number,
-        name=native.name,
-        kind=native.kind.name.lower(),
-        owner=_OWNER_LABELS[native.owner],
-        labels=tuple(label.name.lower() for label in native.labels),
-        help=native.help,
-        scale=_SCALES.get(native.unit, 1.0),
+        name=name,
+        kind=kind,
+        owner=owner,
+        labels=tuple(labels),
+        help=help_text,
+        scale=_SCALES.get(unit, 1.0),
     )
 
 

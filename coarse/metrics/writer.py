@@ -29,10 +29,10 @@ class MetricsWriter:
         if self._is_on:
             self.block.add(DECLARATIONS[name].number, amount, _series(name, label))
 
-    def set(self, name: str, value: int) -> None:
+    def set(self, name: str, value: int, *, label: str = "") -> None:
         """Sets a gauge; or a counter that something else counts, in nanoseconds if it counts seconds."""
         if self._is_on:
-            self.block.set(DECLARATIONS[name].number, value)
+            self.block.set(DECLARATIONS[name].number, value, _series(name, label))
 
     def observe(self, name: str, seconds: float) -> None:
         """Adds a duration to a histogram."""

@@ -62,6 +62,7 @@ _TICK_S = 0.5
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _NOTIFYING_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 
+# Errors by the label of coarse_failures_total.
 _FAILURE_KINDS = {
     "WorkerLostError": "worker_lost",
     "MemoryDeviceLostError": "device_lost",
@@ -193,6 +194,8 @@ class MemoryDevice:
         metrics = self._data_path.metrics
         metrics.set("coarse_workers", len(self._workers.present(range(self._job.num_clients))))
         metrics.set("coarse_memory_bytes", self._registrar.allocated_bytes)
+        for kind, count in self._contents.failures.items():
+            metrics.set("coarse_failures_total", count, label=kind)
 
     def _turn_away(self, reason: Exception) -> None:
         loss = device_unready(self._job, reason)
@@ -550,7 +553,8 @@ class MemoryDevice:
         if self._is_aborted:
             return
         self._loss = loss
-        self._data_path.metrics.add("coarse_failures_total", label=_kind_of(loss))
+        self._contents.failures[_FAILURE_KINDS.get(loss.error, "other")] += 1
+        self._gauge()
         self._peers.tell(loss.to_message("abort"))
         if self._data_path.proxy is not None:
             self._data_path.proxy.abort_nodes(loss.to_node())
@@ -562,11 +566,6 @@ class MemoryDevice:
             worker.send(loss.to_message("aborted"))
         if running is not None:
             running.abort([worker.client for worker in told])
-
-
-def _kind_of(loss: Failure) -> str:
-    """The value of coarse_failures_total's label for a failure."""
-    return _FAILURE_KINDS.get(loss.error, "other")
 
 
 def run_device(job_fd: int) -> None:

@@ -14,7 +14,8 @@ from coarse.tensorflow.versions import check_version as _check_version
 
 _check_version(_tensorflow.__version__)
 
+from coarse.tensorflow.metrics import MetricsCallback  # noqa: E402
 from coarse.tensorflow.optimizer import DistributedOptimizer  # noqa: E402
 from coarse.tensorflow.strategy import Strategy  # noqa: E402
 
-__all__ = ["DistributedOptimizer", "Strategy"]
+__all__ = ["DistributedOptimizer", "MetricsCallback", "Strategy"]

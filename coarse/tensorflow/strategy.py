@@ -358,6 +358,10 @@ class CoarseExtended(OneDeviceExtended):  # type: ignore[misc,unused-ignore]
         self._rows.assign(rows)
         return self._rows
 
+    def rows_of_step(self) -> int:
+        """This worker's rows in its last step that had any; 0 in a job of one worker."""
+        return 0 if self._rows is None else int(self._rows.numpy())
+
     def _local_results(self, value: Any) -> tuple[Any, ...]:
         return (distribute_utils.select_replica(0, value),)
 

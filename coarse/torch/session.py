@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from coarse.env import WorkerIdentity
 from coarse.errors import CoarseError
+from coarse.metrics.writer import MetricsWriter
 from coarse.rendezvous import host_identity
 from coarse.session import Session
 from coarse.settings import Settings
@@ -68,6 +69,13 @@ def session_of_group(process_group: Any) -> GroupSession:
         _SESSIONS[process_group] = shared
     shared.free_dropped()
     return shared
+
+
+def metrics_of_default_group() -> MetricsWriter:
+    """Counts events in the session of the default process group; counts nothing if there is none."""
+    group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    shared = None if group is None else _SESSIONS.get(group)
+    return MetricsWriter() if shared is None else shared.session.metrics_writer
 
 
 def _join(process_group: Any) -> GroupSession:

@@ -101,7 +101,9 @@ class GpuDualSync:
         )
         own = [shard for position, shard in enumerate(pushed) if position not in plan.offloaded]
         self._group.nccl.use(communicator, own)
-        if not own:
+        if own:
+            self._session.metrics_writer.add("coarse_replans_total")
+        else:
             self._group.nccl.is_claimed = False
             communicator.abort()
         self._decide(times.describe())

@@ -172,6 +172,7 @@ class Replanner:
         if chosen:
             ways = ", ".join(f"{count} by {name}" for name, count in sorted(Counter(chosen.values()).items()))
             self._decide(f"direct all-reduce: {ways}")
+            self._session.metrics_writer.add("coarse_replans_total")
 
     def _sync_costs(self) -> SyncCosts:
         """Seconds per byte by either way: for all links at once if they are known, else for measured pairs."""
@@ -218,6 +219,7 @@ class Replanner:
             new if pays else old for new, old, pays in zip(tables, before, better, strict=True)
         )
         self._session.adopt_routing(self._tables[self._number])
+        self._session.metrics_writer.add("coarse_replans_total")
         for worker, (old, new) in enumerate(zip(before, self._tables, strict=True)):
             if old != new:
                 by_traffic, by_probes = self._num_timed

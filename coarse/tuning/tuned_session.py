@@ -10,6 +10,7 @@ from coarse.client.tensor_group import TensorGroup
 from coarse.emulation.emulated_session import EmulatedSession
 from coarse.env import WorkerIdentity
 from coarse.machine.partition_table import PartitionTable
+from coarse.metrics.writer import MetricsWriter
 from coarse.profiler.routing import RoutingTable
 from coarse.schema import TensorSpec
 from coarse.settings import Settings
@@ -39,6 +40,10 @@ class TunedSession(Protocol):
     @property
     def emulation(self) -> EmulatedSession | None:
         """The emulated machine; None for real links."""
+
+    @property
+    def metrics_writer(self) -> MetricsWriter:
+        """Counts events of this worker."""
 
     def all_reduce(self, array: npt.NDArray[Any], *, op: str = "sum") -> None:
         """Reduces an array in place."""

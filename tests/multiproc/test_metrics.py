@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import time
 import urllib.request
 
+import kept_training
 import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -263,3 +266,32 @@ def test_steps_are_those_of_the_largest_group(job):
             session.all_reduce(np.ones(10))
 
     job.run(2, worker)
+
+
+def test_kept_memory_devices_serve_the_next_attempt_and_remember_failures(job):
+    port = free_port()
+
+    def worker(me, attempt):
+        def reach(group, step, place):
+            if attempt == 0 and (me.rank, step, place) == (1, 3, "step.prepare"):
+                os.kill(os.getpid(), signal.SIGKILL)
+            if attempt == 1 and (step, place) == (STEPS, "step.prepare"):
+                me.tell()
+                me.hear()
+
+        return kept_training.train(me, attempt, reach, metrics_port=port)
+
+    first = job.outcomes(2, lambda me: worker(me, 0))
+    assert sorted(each.exit_code for each in first) == [-9, 1]
+    workers = job.start(2, lambda me: worker(me, 1))
+    for each in workers:
+        each.hear()
+    samples = scrape(port)
+    for rank in ("0", "1"):
+        assert sample(samples, "coarse_restarts", worker=rank) == 1
+    assert sample(samples, "coarse_failures_total", device="md0", failure="worker_lost") == 1
+    for each in workers:
+        each.tell()
+    for each in workers:
+        outcome = each.finish()
+        assert not outcome.error, outcome.details

@@ -19,6 +19,8 @@ from coarse.kernels import _native
 from coarse.metrics.declarations import BUCKET_BOUNDS_S, DECLARATIONS, label_values
 from coarse.metrics.endpoint import MetricsEndpoint, try_endpoint
 from coarse.metrics.reader import MetricsReader
+from coarse.metrics.reporter import MetricsReporter, scalars
+from coarse.metrics.values import Metrics
 from coarse.metrics.writer import MetricsWriter
 from coarse.profiler.partition import ALGORITHMS
 
@@ -131,7 +133,12 @@ def test_the_dashboard_shows_metrics_that_exist_and_all_of_them():
 
 
 def test_the_document_names_metrics_that_exist():
-    known = {*served_names(), *DECLARATIONS}
+    tags = {
+        f"{name.removesuffix('_total')}{suffix}"
+        for name in DECLARATIONS
+        for suffix in ("_mean", "_per_second")
+    }
+    known = {*served_names(), *DECLARATIONS, *tags}
     assert set(re.findall(r"coarse_\w+", DOCUMENT.read_text())) <= known
 
 
@@ -274,3 +281,43 @@ def test_an_unknown_address_is_a_warning(segment, caplog):
     with caplog.at_level(logging.WARNING):
         assert try_endpoint(segment[1].read, "no.such.host.invalid", 0, "md0") is None
     assert "no.such.host.invalid" in caplog.text
+
+
+# ---- reports ----
+
+
+def test_a_report_has_rates_means_and_gauges(segment):
+    native, reader = segment
+    worker, device = MetricsWriter(native.client(0)), MetricsWriter(native.device(1))
+    worker.add("coarse_samples_total", 100)
+    worker.observe("coarse_step_seconds", 50.0)
+    before = reader.read()
+    worker.add("coarse_samples_total", 30)
+    worker.observe("coarse_step_seconds", 1.0)
+    worker.observe("coarse_step_seconds", 2.0)
+    worker.add("coarse_checkpoint_saves_total", label="saved")  # a series that was not there before
+    device.set("coarse_sync_cores", 3)
+    after = Metrics(reader.read().families(), before.taken_s + 2.0)
+    told = dict(scalars(before, after))
+    assert told["coarse_samples_per_second/worker4"] == pytest.approx(15)
+    assert told["coarse_samples_per_second/worker5"] == 0
+    assert told["coarse_step_seconds_mean/worker4"] == pytest.approx(1.5)
+    assert "coarse_step_seconds_mean/worker5" not in told
+    assert told["coarse_checkpoint_saves_per_second/worker4/saved"] == pytest.approx(0.5)
+    assert told["coarse_sync_cores/md1"] == 3
+
+
+def test_reports_come_every_few_steps_and_each_from_the_last(segment):
+    native, reader = segment
+    told = []
+    reporter = MetricsReporter(reader.read, lambda *scalar: told.append(scalar), every=3)
+    for step in range(1, 8):
+        MetricsWriter(native.client(0)).observe("coarse_step_seconds", float(step))
+        reporter.step()
+    means = [(value, step) for tag, value, step in told if tag == "coarse_step_seconds_mean/worker4"]
+    assert means == [(pytest.approx(2.0), 3), (pytest.approx(5.0), 6)]
+
+
+def test_reports_need_a_step_between_them(segment):
+    with pytest.raises(ValueError, match="every=0 must be at least 1 step"):
+        MetricsReporter(segment[1].read, print, every=0)

@@ -1,9 +1,13 @@
 #include "coarse/shared_memory/metrics.hpp"
 
-#include <pybind11/native_enum.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
+#include <array>
 #include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
 
 #include "bindings.hpp"
 
@@ -11,6 +15,29 @@ namespace py = pybind11;
 
 namespace coarse {
 namespace {
+
+// By the numbers of the enumerations.
+const std::array<std::string, 3> kKinds = {"counter", "gauge", "histogram"};
+const std::array<std::string, 3> kUnits = {"number", "bytes", "seconds"};
+const std::array<std::string, 2> kOwners = {"worker", "device"};
+const std::array<std::string, 6> kLabels = {"", "device", "algorithm", "cause", "outcome", "failure"};
+
+/// Name, kind, unit, owner, labels, help.
+using DeclarationTuple =
+    std::tuple<std::string, std::string, std::string, std::string, std::vector<std::string>, std::string>;
+
+DeclarationTuple toTuple(const MetricDeclaration& metric) {
+  std::vector<std::string> labels;
+  for (const MetricLabel label : metric.labels) {
+    if (label != MetricLabel::kNone) labels.push_back(kLabels[static_cast<std::size_t>(label)]);
+  }
+  return {metric.name,
+          kKinds[static_cast<std::size_t>(metric.kind)],
+          kUnits[static_cast<std::size_t>(metric.unit)],
+          kOwners[static_cast<std::size_t>(metric.owner)],
+          std::move(labels),
+          metric.help};
+}
 
 Metric metricOf(std::size_t number) {
   if (number >= kNumMetrics) throw std::out_of_range("there is no metric " + std::to_string(number));
@@ -36,49 +63,19 @@ std::vector<std::uint64_t> cellsOf(const MetricsBlock& block, std::size_t number
 }  // namespace
 
 void registerMetrics(py::module_& module) {
-  py::native_enum<MetricKind>(module, "MetricKind", "enum.IntEnum")
-      .value("COUNTER", MetricKind::kCounter)
-      .value("GAUGE", MetricKind::kGauge)
-      .value("HISTOGRAM", MetricKind::kHistogram)
-      .finalize();
-  py::native_enum<MetricUnit>(module, "MetricUnit", "enum.IntEnum")
-      .value("NUMBER", MetricUnit::kNumber)
-      .value("BYTES", MetricUnit::kBytes)
-      .value("SECONDS", MetricUnit::kSeconds)
-      .finalize();
-  py::native_enum<MetricOwner>(module, "MetricOwner", "enum.IntEnum")
-      .value("WORKER", MetricOwner::kWorker)
-      .value("DEVICE", MetricOwner::kDevice)
-      .finalize();
-  py::native_enum<MetricLabel>(module, "MetricLabel", "enum.IntEnum")
-      .value("NONE", MetricLabel::kNone)
-      .value("DEVICE", MetricLabel::kDevice)
-      .value("ALGORITHM", MetricLabel::kAlgorithm)
-      .value("CAUSE", MetricLabel::kCause)
-      .value("OUTCOME", MetricLabel::kOutcome)
-      .value("FAILURE", MetricLabel::kFailure)
-      .finalize();
-  py::class_<MetricDeclaration>(module, "MetricDeclaration")
-      .def_property_readonly("name", [](const MetricDeclaration& self) { return std::string(self.name); })
-      .def_readonly("kind", &MetricDeclaration::kind)
-      .def_readonly("unit", &MetricDeclaration::unit)
-      .def_readonly("owner", &MetricDeclaration::owner)
-      .def_property_readonly("labels",
-                             [](const MetricDeclaration& self) {
-                               std::vector<MetricLabel> labels;
-                               for (const MetricLabel label : self.labels) {
-                                 if (label != MetricLabel::kNone) labels.push_back(label);
-                               }
-                               return labels;
-                             })
-      .def_property_readonly("help", [](const MetricDeclaration& self) { return std::string(self.help); });
-  module.def("metric_declarations",
-             [] { return std::vector<MetricDeclaration>(kMetrics.begin(), kMetrics.end()); });
+  module.def("metric_declarations", [] {
+    std::vector<DeclarationTuple> declarations;
+    for (const MetricDeclaration& each : kMetrics) declarations.push_back(toTuple(each));
+    return declarations;
+  });
   module.def(
       "metric_label_values",
-      [](MetricLabel label) {
+      [](const std::string& label) {
+        const auto found = std::find(kLabels.begin(), kLabels.end(), label);
+        if (found == kLabels.end()) throw std::invalid_argument("there is no label " + label);
         std::vector<std::string> values;
-        for (const char* value : valuesOf(label)) values.emplace_back(value);
+        for (const char* value : valuesOf(static_cast<MetricLabel>(found - kLabels.begin())))
+          values.emplace_back(value);
         return values;
       },
       py::arg("label"));

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -131,12 +132,14 @@ class PersistentGroups:
 class DeviceContents:
     """Contents that outlive an attempt's workers: parameters, states, and values that workers have stored.
 
-    `groups` are the home device's groups; `replicas` are their copies on the keeper.
+    `groups` are the home device's groups; `replicas` are their copies on the keeper. `failures` counts failures by
+    their label in coarse_failures_total.
     """
 
     groups: PersistentGroups = field(default_factory=PersistentGroups)
     replicas: PersistentGroups = field(default_factory=PersistentGroups)
     storage: Storage = field(default_factory=VersionedStorage)
+    failures: Counter[str] = field(default_factory=Counter)
 
     def close(self) -> None:
         """Closes everything. Idempotent."""

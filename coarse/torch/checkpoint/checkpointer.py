@@ -51,6 +51,7 @@ from coarse.torch.checkpoint.training_state import (
 from coarse.torch.checkpoint.worker_state import OwnTensors, RandomState, WorkerState, checked, load_resharded
 from coarse.torch.optimizer.distributed_optimizer import DistributedOptimizer, stand_in_of
 from coarse.torch.optimizer.trainers import bare_optimizer
+from coarse.torch.session import metrics_of_default_group
 from coarse.torch.weak_calls import weakly
 
 __all__ = ["Checkpointer", "DataPosition", "RandomState", "WorkerState", "load_state_dicts"]
@@ -133,7 +134,7 @@ class Checkpointer:
         self._snapshots: SnapshotSaves | None = None
         self._parameter_names: list[str] = []
         self._follow_optimizer()
-        self._saver = Saver(parent, keep=keep, most_failures=most_failures)
+        self._saver = Saver(parent, keep=keep, most_failures=most_failures, metrics=metrics_of_default_group)
         self._signal = SaveSignal(on_signal)
 
     @property

@@ -32,9 +32,14 @@ std::size_t wayOf(Algorithm algorithm, std::uint8_t flags) {
   return (flags & kDirectAllReduce) != 0 ? kByWorkers : static_cast<std::size_t>(algorithm);
 }
 
-/// Whether steps may be recognised by pushes of a group: not those of buffers or link probes.
+/// Whether steps may be recognised by pushes of a group: gradients are floating-point numbers, and neither
+/// buffers that pass through dynamic shards nor link probes.
 bool canHaveSteps(const GroupPlan& plan) {
-  return !plan.shards.empty() && !plan.shards[0].isDynamic && plan.shards[0].algorithm != Algorithm::kProbe;
+  return std::any_of(plan.shards.begin(), plan.shards.end(), [](const Shard& shard) {
+    const bool isFloat =
+        shard.dtype != DType::kInt32 && shard.dtype != DType::kInt64 && shard.dtype != DType::kUInt8;
+    return isFloat && !shard.isDynamic && shard.algorithm != Algorithm::kProbe;
+  });
 }
 
 }  // namespace
@@ -125,7 +130,7 @@ void Client::countPush(const Group& group, std::uint32_t shard, std::uint8_t fla
   const std::size_t way = wayOf(group.plan.shards[shard].algorithm, flags);
   const std::size_t series = group.routes[shard] * kNumWays + way;
   config_.metrics.add(Metric::kPushedShards, 1, series);
-  // Of a table only some rows travel, which ClientRows counts.
+  // Of a table only some rows travel, which are not counted.
   if ((flags & kPresent) != 0 && way != kUpdateByMean && !group.plan.isTable(group.plan.shards[shard]))
     config_.metrics.add(Metric::kPushedBytes, numBytes, series);
 }

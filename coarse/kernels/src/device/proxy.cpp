@@ -582,7 +582,9 @@ void Proxy::count(const TensorGroup& group, std::uint32_t shard) noexcept {
   const std::size_t way =
       isByMean ? kUpdateByMean : static_cast<std::size_t>(group.plan().shards[shard].algorithm);
   config_.metrics.add(Metric::kReducedShards, 1, way);
-  config_.metrics.add(Metric::kReducedBytes, numBytes, way);
+  // Of a table only some rows were reduced, which are not counted.
+  if (!group.plan().isTable(group.plan().shards[shard]))
+    config_.metrics.add(Metric::kReducedBytes, numBytes, way);
 }
 
 void Proxy::report(int client, std::string message) {
