@@ -132,10 +132,10 @@ class Client:
         """This worker's metrics."""
         self._native = self._open_native(segment_fd, doorbells_fd, pace)
         self._failure_detector = self._open_failure_detector(doorbells_fd, fate_of_device, kill_silent)
-        self._requests = Requests(self.rank, settings.timeout_s, self._failure_detector)
+        self._requests = Requests(self.rank, settings.timeout_s, self._failure_detector, self.metrics)
         self._storage = ParameterStorage(connections, self._requests, replicas=settings.replicas)
         self._groups = RegisteredGroups(
-            self._native, connections, agreement, self._requests, self._failure_detector
+            self._native, connections, agreement, self._requests, self._failure_detector, self.metrics
         )
         if self.warn_after_s:
             self._log_late_waits()
@@ -150,7 +150,7 @@ class Client:
             bytes_per_ring=pace.bytes_per_ring,
             is_emulated=self.emulation is not None,
             heartbeat_ms=heartbeat_limit_ms(self._settings.heartbeat_s),
-            metrics=self.metrics.block,
+            metrics=self.metrics.native,
         )
 
     def _open_failure_detector(

@@ -17,6 +17,7 @@ from coarse.client.tensor_group import GroupClient, TensorGroup
 from coarse.errors import CoarseError, MemoryDeviceLostError, WorkerLostError
 from coarse.kernels import _native
 from coarse.late_notice import LateNotice
+from coarse.metrics.writer import MetricsWriter
 from coarse.profiler.partition import PartitionPlan
 from coarse.profiler.routing import RoutingTable, route_shards
 from coarse.wire.device_job import HOME_DEVICE
@@ -36,6 +37,7 @@ class RegisteredGroups:
         agreement: Compares this node's registrations with those of other nodes.
         requests: Sends requests to memory devices.
         failure_detector: Detects lost workers and memory devices.
+        metrics: Counts the waits.
     """
 
     def __init__(
@@ -45,8 +47,10 @@ class RegisteredGroups:
         agreement: NodeAgreement,
         requests: Requests,
         failure_detector: FailureDetector,
+        metrics: MetricsWriter,
     ) -> None:
         self._native = native
+        self._metrics = metrics
         self._connections = connections
         self._agreement = agreement
         self._requests = requests
@@ -161,15 +165,16 @@ class RegisteredGroups:
             )
 
         try:
-            replies = collect_replies(
-                self._connections,
-                kind="registered",
-                group=group,
-                timeout_s=client.timeout_s,
-                what=f"worker {client.rank}: registering {schema.name}",
-                on_silence=look,
-                notes={"late_workers": tell},
-            )
+            with self._metrics.waiting_for_answer():
+                replies = collect_replies(
+                    self._connections,
+                    kind="registered",
+                    group=group,
+                    timeout_s=client.timeout_s,
+                    what=f"worker {client.rank}: registering {schema.name}",
+                    on_silence=look,
+                    notes={"late_workers": tell},
+                )
         except CoarseError as error:
             self._agreement.refuse(group, error)
             raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from coarse.client.connection import DeviceConnection, SilentDeviceError, collect_replies
 from coarse.client.failure_detector import FailureDetector
+from coarse.metrics.writer import MetricsWriter
 from coarse.wire.messages import Received
 
 
@@ -14,9 +15,13 @@ class Requests:
         rank: This worker's rank.
         timeout_s: Longest wait in seconds.
         failure_detector: Checks for devices that make no progress.
+        metrics: Counts the waits.
     """
 
-    def __init__(self, rank: int, timeout_s: float, failure_detector: FailureDetector) -> None:
+    def __init__(
+        self, rank: int, timeout_s: float, failure_detector: FailureDetector, metrics: MetricsWriter
+    ) -> None:
+        self._metrics = metrics
         self._rank = rank
         self._timeout_s = timeout_s
         self._failure_detector = failure_detector
@@ -29,14 +34,15 @@ class Requests:
             CoarseError: If the device reports an error or is lost.
         """
         try:
-            replies = collect_replies(
-                [connection],
-                kind=kind,
-                group=None,
-                timeout_s=self._timeout_s,
-                what=f"worker {self._rank}: {about}",
-                on_silence=self._failure_detector.check_heartbeats,
-            )
+            with self._metrics.waiting_for_answer():
+                replies = collect_replies(
+                    [connection],
+                    kind=kind,
+                    group=None,
+                    timeout_s=self._timeout_s,
+                    what=f"worker {self._rank}: {about}",
+                    on_silence=self._failure_detector.check_heartbeats,
+                )
         except SilentDeviceError as error:
             raise self._failure_detector.explain(error) from error
         return replies[connection.device]

@@ -12,20 +12,20 @@ from coarse.metrics.values import Family, Histogram, Metrics, Series
 
 
 class MetricsReader:
-    """Reads all blocks of a node. Safe from any thread, and while processes write or end.
+    """Reads the metrics of a node's processes. Safe from any thread, and while processes write or end.
 
     Args:
-        workers: The block of each worker, by rank.
-        devices: The block of each memory device.
+        workers: Those of each worker, by rank.
+        devices: Those of each memory device.
     """
 
     def __init__(
-        self, workers: Mapping[int, _native.MetricsBlock], devices: Sequence[_native.MetricsBlock]
+        self, workers: Mapping[int, _native.ProcessMetrics], devices: Sequence[_native.ProcessMetrics]
     ) -> None:
         self._num_devices = len(devices)
-        self._blocks = {
-            "worker": {str(rank): block for rank, block in workers.items()},
-            "device": {device_label(number): block for number, block in enumerate(devices)},
+        self._processes = {
+            "worker": {str(rank): process for rank, process in workers.items()},
+            "device": {device_label(number): process for number, process in enumerate(devices)},
         }
 
     @classmethod
@@ -44,9 +44,9 @@ class MetricsReader:
         workers = {rank: segment.client(client) for client, rank in enumerate(ranks)}
         return cls(workers, [segment.device(device) for device in range(num_devices)])
 
-    def worker(self, rank: int) -> _native.MetricsBlock:
-        """The block of a worker of this node."""
-        return self._blocks["worker"][str(rank)]
+    def worker(self, rank: int) -> _native.ProcessMetrics:
+        """Where a worker of this node counts."""
+        return self._processes["worker"][str(rank)]
 
     def read(self) -> Metrics:
         """The current values. Series with further labels that have counted nothing are left out."""
@@ -60,8 +60,8 @@ class MetricsReader:
 
     def _series(self, declaration: Declaration) -> Iterator[Series]:
         all_labels = declaration.series(self._num_devices)
-        for owner, block in self._blocks[declaration.owner].items():
-            cells = block.cells(declaration.number)
+        for owner, process in self._processes[declaration.owner].items():
+            cells = process.cells(declaration.number)
             width = len(cells) // max(1, len(all_labels))
             for number, labels in enumerate(all_labels):
                 own = cells[number * width : (number + 1) * width]

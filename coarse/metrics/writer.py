@@ -1,6 +1,10 @@
-"""Counts events of a process in its block of shared memory."""
+"""Counts events of a process in shared memory."""
 
 from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
 
 from coarse.kernels import _native
 from coarse.metrics.declarations import DECLARATIONS, label_values
@@ -10,13 +14,13 @@ class MetricsWriter:
     """Writes metrics by name. Cheap, from any thread; not for what happens once per shard, which native code counts.
 
     Args:
-        block: The block of this process; the default counts nothing.
+        native: The metrics of this process; the default counts nothing.
     """
 
-    def __init__(self, block: _native.MetricsBlock | None = None) -> None:
-        self.block = block or _native.MetricsBlock()
-        """The block, for native code."""
-        self._is_on = block is not None
+    def __init__(self, native: _native.ProcessMetrics | None = None) -> None:
+        self.native = native or _native.ProcessMetrics()
+        """The same for native code."""
+        self._is_on = native is not None
 
     def add(self, name: str, amount: int = 1, *, label: str = "") -> None:
         """Adds to a counter.
@@ -27,17 +31,26 @@ class MetricsWriter:
             label: The value of its label, if it has one.
         """
         if self._is_on:
-            self.block.add(DECLARATIONS[name].number, amount, _series(name, label))
+            self.native.add(DECLARATIONS[name].number, amount, _series(name, label))
 
     def set(self, name: str, value: int, *, label: str = "") -> None:
         """Sets a gauge; or a counter that something else counts, in nanoseconds if it counts seconds."""
         if self._is_on:
-            self.block.set(DECLARATIONS[name].number, value, _series(name, label))
+            self.native.set(DECLARATIONS[name].number, value, _series(name, label))
 
-    def observe(self, name: str, seconds: float) -> None:
+    def observe(self, name: str, seconds: float, *, label: str = "") -> None:
         """Adds a duration to a histogram."""
         if self._is_on:
-            self.block.observe_ns(DECLARATIONS[name].number, round(seconds * 1e9))
+            self.native.observe_ns(DECLARATIONS[name].number, round(seconds * 1e9), _series(name, label))
+
+    @contextlib.contextmanager
+    def waiting_for_answer(self) -> Iterator[None]:
+        """Counts the time of a `with` block as a wait for an answer of memory devices."""
+        began_s = time.monotonic()
+        try:
+            yield
+        finally:
+            self.observe("coarse_wait_seconds", time.monotonic() - began_s, label="request")
 
 
 def _series(name: str, value: str) -> int:

@@ -219,10 +219,10 @@ class DataPath:
         )
 
     def _make_proxy(self) -> _native.Proxy:
-        blocks = _native.MetricsSegment(
+        segment = _native.MetricsSegment(
             self._shared[METRICS].fd, self._job.num_devices, self._job.num_clients
         )
-        self.metrics = MetricsWriter(blocks.device(self._job.device))
+        self.metrics = MetricsWriter(segment.device(self._job.device))
         proxy = _native.Proxy(
             device=self._job.device,
             num_devices=self._job.num_devices,
@@ -239,7 +239,7 @@ class DataPath:
             link_table_fd=self._shared[LINK_TABLE].fd if self._job.emulation else -1,
             node=self._job.node,
             num_nodes=self._job.num_nodes,
-            metrics=self.metrics.block,
+            metrics=self.metrics.native,
         )
         if self._job.emulation:
             self._links = PacedLinks(self._shared[LINK_TABLE].fd)

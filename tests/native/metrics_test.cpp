@@ -35,28 +35,28 @@ TEST(Metrics, EachCellOfASegmentHoldsItsOwnValue) {
   constexpr std::size_t kDevices = 3, kClients = 2;
   const Memory memory(MetricsSegment::numBytes(kDevices, kClients));
   const MetricsSegment segment(memory.fd, kDevices, kClients);
-  std::vector<MetricsBlock> blocks;
-  for (std::size_t device = 0; device < kDevices; ++device) blocks.push_back(segment.device(device));
-  for (std::size_t client = 0; client < kClients; ++client) blocks.push_back(segment.client(client));
+  std::vector<ProcessMetrics> processes;
+  for (std::size_t device = 0; device < kDevices; ++device) processes.push_back(segment.device(device));
+  for (std::size_t client = 0; client < kClients; ++client) processes.push_back(segment.client(client));
   const auto forEachSeries = [&](auto visit) {
     std::uint64_t number = 0;
-    for (const MetricsBlock& block : blocks) {
+    for (const ProcessMetrics& metrics : processes) {
       for (const MetricDeclaration& each : kMetrics) {
         if (each.kind == MetricKind::kHistogram) continue;
-        for (std::size_t i = 0; i < block.layout().numSeries(each.metric); ++i)
-          visit(block, each.metric, i, ++number);
+        for (std::size_t i = 0; i < metrics.layout().numSeries(each.metric); ++i)
+          visit(metrics, each.metric, i, ++number);
       }
     }
   };
-  forEachSeries([](const MetricsBlock& block, Metric metric, std::size_t series, std::uint64_t number) {
-    block.set(metric, number, series);
+  forEachSeries([](const ProcessMetrics& metrics, Metric metric, std::size_t series, std::uint64_t number) {
+    metrics.set(metric, number, series);
   });
-  for (const MetricsBlock& block : blocks) {
+  for (const ProcessMetrics& metrics : processes) {
     for (std::size_t cause = 0; cause < kNumWaitCauses; ++cause)
-      block.observe(Metric::kWaitSeconds, 1s, cause);
+      metrics.observe(Metric::kWaitSeconds, 1s, cause);
   }
-  forEachSeries([](const MetricsBlock& block, Metric metric, std::size_t series, std::uint64_t number) {
-    EXPECT_EQ(block.read(metric, series), number);
+  forEachSeries([](const ProcessMetrics& metrics, Metric metric, std::size_t series, std::uint64_t number) {
+    EXPECT_EQ(metrics.read(metric, series), number);
   });
   EXPECT_EQ(numCells(MetricsLayout(kDevices), Metric::kPushedBytes), kDevices * kNumWays);
   EXPECT_THROW(segment.device(kDevices), std::out_of_range);
@@ -75,38 +75,38 @@ TEST(Metrics, NumbersOfLabelsAreThoseOfTheirValues) {
 
 TEST(Metrics, ADurationGoesToTheFirstBucketThatHoldsIt) {
   const Memory memory(MetricsSegment::numBytes(1, 1));
-  const MetricsBlock block = MetricsSegment(memory.fd, 1, 1).client(0);
-  block.observe(Metric::kStepSeconds, 10us);  // on the bound of bucket 0
-  block.observe(Metric::kStepSeconds, 10001ns);
-  block.observe(Metric::kStepSeconds, 101s);  // beyond all bounds
-  block.observe(Metric::kStepSeconds, -1ns);  // no clock goes backwards; counted as 0
-  EXPECT_EQ(block.read(Metric::kStepSeconds, 0, 0), 2u);
-  EXPECT_EQ(block.read(Metric::kStepSeconds, 0, 1), 1u);
-  EXPECT_EQ(block.read(Metric::kStepSeconds, 0, kBucketBounds.size()), 1u);
-  EXPECT_EQ(block.read(Metric::kStepSeconds, 0, kHistogramCells - 1), 101'000'020'001u);
+  const ProcessMetrics metrics = MetricsSegment(memory.fd, 1, 1).client(0);
+  metrics.observe(Metric::kStepSeconds, 10us);  // on the bound of bucket 0
+  metrics.observe(Metric::kStepSeconds, 10001ns);
+  metrics.observe(Metric::kStepSeconds, 101s);  // beyond all bounds
+  metrics.observe(Metric::kStepSeconds, -1ns);  // no clock goes backwards; counted as 0
+  EXPECT_EQ(metrics.read(Metric::kStepSeconds, 0, 0), 2u);
+  EXPECT_EQ(metrics.read(Metric::kStepSeconds, 0, 1), 1u);
+  EXPECT_EQ(metrics.read(Metric::kStepSeconds, 0, kBucketBounds.size()), 1u);
+  EXPECT_EQ(metrics.read(Metric::kStepSeconds, 0, kHistogramCells - 1), 101'000'020'001u);
 }
 
 TEST(Metrics, CountsOfManyThreadsAreExact) {
   constexpr std::uint64_t kTimes = 10000;
   const Memory memory(MetricsSegment::numBytes(1, 1));
   together(4, [&](std::size_t) {
-    const MetricsBlock block = MetricsSegment(memory.fd, 1, 1).client(0);
+    const ProcessMetrics metrics = MetricsSegment(memory.fd, 1, 1).client(0);
     for (std::uint64_t i = 0; i < kTimes; ++i) {
-      block.add(Metric::kPushedBytes, 3);
-      block.observe(Metric::kStepSeconds, 1ms);
+      metrics.add(Metric::kPushedBytes, 3);
+      metrics.observe(Metric::kStepSeconds, 1ms);
     }
   });
-  const MetricsBlock block = MetricsSegment(memory.fd, 1, 1).client(0);
-  EXPECT_EQ(block.read(Metric::kPushedBytes), 4 * kTimes * 3);
-  EXPECT_EQ(block.read(Metric::kStepSeconds, 0, kHistogramCells - 1), 4 * kTimes * 1'000'000);
+  const ProcessMetrics metrics = MetricsSegment(memory.fd, 1, 1).client(0);
+  EXPECT_EQ(metrics.read(Metric::kPushedBytes), 4 * kTimes * 3);
+  EXPECT_EQ(metrics.read(Metric::kStepSeconds, 0, kHistogramCells - 1), 4 * kTimes * 1'000'000);
 }
 
-TEST(Metrics, ABlockWithoutMemoryCountsNothing) {
-  const MetricsBlock block;
-  block.add(Metric::kSamples, 1);
-  block.set(Metric::kWorldSize, 1);
-  block.observe(Metric::kStepSeconds, 1s);
-  EXPECT_EQ(block.read(Metric::kSamples), 0u);
+TEST(Metrics, AProcessWithoutMemoryCountsNothing) {
+  const ProcessMetrics metrics;
+  metrics.add(Metric::kSamples, 1);
+  metrics.set(Metric::kWorldSize, 1);
+  metrics.observe(Metric::kStepSeconds, 1s);
+  EXPECT_EQ(metrics.read(Metric::kSamples), 0u);
 }
 
 TEST(Metrics, CountWhatClientsPushAndDevicesReduce) {
@@ -124,11 +124,11 @@ TEST(Metrics, CountWhatClientsPushAndDevicesReduce) {
       ASSERT_EQ(cluster.client(rank).pullAll(1, kPatienceSeconds), WaitStatus::kDone);
     }
   });
-  const MetricsSegment metrics = cluster.metrics();
+  const MetricsSegment segment = cluster.metrics();
   const auto direct = static_cast<std::size_t>(Algorithm::kDirect);
   std::uint64_t numTaken = 0, numReduced = 0, reducedBytes = 0;
   for (std::size_t i = 0; i < 2; ++i) {
-    const MetricsBlock client = metrics.client(i), device = metrics.device(i);
+    const ProcessMetrics client = segment.client(i), device = segment.device(i);
     EXPECT_EQ(client.read(Metric::kPushedBytes, i * kNumWays + direct), kSteps * 4000u);
     EXPECT_EQ(client.read(Metric::kPushedShards, i * kNumWays + direct), kSteps * 11u);
     EXPECT_EQ(client.read(Metric::kPushedShards, (1 - i) * kNumWays + direct), 0u) << "not its device";
@@ -153,7 +153,7 @@ TEST(Metrics, AShardPaysLessThanAMicrosecond) {
   constexpr int kShards = 1000, kRounds = 50;
   const Memory memory(MetricsSegment::numBytes(2, 1));
   const MetricsSegment segment(memory.fd, 2, 1);
-  const MetricsBlock worker = segment.client(0), device = segment.device(0);
+  const ProcessMetrics worker = segment.client(0), device = segment.device(0);
   double bestNs = std::numeric_limits<double>::max();
   for (int round = 0; round < kRounds; ++round) {
     const auto began = std::chrono::steady_clock::now();

@@ -193,10 +193,10 @@ def test_queues_hold_what_was_pushed_and_not_taken(segment):
     assert metrics['coarse_queue_shards{device="md0"}'] == 0
 
 
-def test_a_writer_without_a_block_counts_nothing():
+def test_a_writer_without_memory_counts_nothing():
     writer = MetricsWriter()
     writer.add("coarse_samples_total", 3)
-    assert writer.block.cells(DECLARATIONS["coarse_samples_total"].number) == [0]
+    assert writer.native.cells(DECLARATIONS["coarse_samples_total"].number) == [0]
 
 
 def test_what_does_not_exist_is_refused(segment):
@@ -209,6 +209,13 @@ def test_what_does_not_exist_is_refused(segment):
         native.client(0).add(10**6)
     with pytest.raises(ValueError, match="no histogram"):
         native.client(0).observe_ns(0, 1)
+
+
+def test_waits_for_answers_are_timed(segment):
+    native, reader = segment
+    with pytest.raises(TimeoutError), MetricsWriter(native.client(0)).waiting_for_answer():
+        raise TimeoutError
+    assert reader.read()['coarse_wait_seconds_count{worker="4",cause="request"}'] == 1
 
 
 # ---- the endpoint ----

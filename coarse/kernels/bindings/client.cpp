@@ -65,7 +65,7 @@ void registerClient(py::module_& module) {
   py::class_<Client>(module, "Client")
       .def(py::init([](std::size_t numDevices, int segmentFd, int doorbellsFd, std::vector<int> watchFds,
                        std::uint32_t spinMicroseconds, std::size_t bytesPerRing, bool isEmulated,
-                       std::uint32_t heartbeatMilliseconds, const MetricsBlock& metrics) {
+                       std::uint32_t heartbeatMilliseconds, const ProcessMetrics& metrics) {
              ClientConfig config;
              config.numDevices = numDevices;
              config.watchFds = std::move(watchFds);
@@ -78,7 +78,7 @@ void registerClient(py::module_& module) {
            }),
            py::arg("num_devices"), py::arg("segment_fd"), py::arg("doorbells_fd"), py::arg("watch_fds"),
            py::arg("spin_us"), py::arg("bytes_per_ring"), py::arg("is_emulated") = false,
-           py::arg("heartbeat_ms") = 0, py::arg_v("metrics", MetricsBlock(), "MetricsBlock()"))
+           py::arg("heartbeat_ms") = 0, py::arg_v("metrics", ProcessMetrics(), "ProcessMetrics()"))
       .def("add_group",
            py::overload_cast<GroupPlan, std::size_t, int, const Region&, std::vector<std::uint16_t>>(
                &Client::addGroup),

@@ -44,18 +44,18 @@ Metric metricOf(std::size_t number) {
   return static_cast<Metric>(number);
 }
 
-std::size_t checkedSeries(const MetricsBlock& block, Metric metric, std::size_t series) {
-  if (series >= block.layout().numSeries(metric)) throw std::out_of_range("the metric has no such series");
+std::size_t checkedSeries(const ProcessMetrics& metrics, Metric metric, std::size_t series) {
+  if (series >= metrics.layout().numSeries(metric)) throw std::out_of_range("the metric has no such series");
   return series;
 }
 
 /// The cells of all series of a metric, one series after the other.
-std::vector<std::uint64_t> cellsOf(const MetricsBlock& block, std::size_t number) {
+std::vector<std::uint64_t> cellsOf(const ProcessMetrics& metrics, std::size_t number) {
   const Metric metric = metricOf(number);
   std::vector<std::uint64_t> cells;
-  for (std::size_t series = 0; series < block.layout().numSeries(metric); ++series) {
+  for (std::size_t series = 0; series < metrics.layout().numSeries(metric); ++series) {
     for (std::size_t part = 0; part < MetricsLayout::cellsPerSeries(metric); ++part)
-      cells.push_back(block.read(metric, series, part));
+      cells.push_back(metrics.read(metric, series, part));
   }
   return cells;
 }
@@ -82,27 +82,27 @@ void registerMetrics(py::module_& module) {
   module.def("metric_bucket_bounds_ns",
              [] { return std::vector<std::uint64_t>(kBucketBounds.begin(), kBucketBounds.end()); });
   module.def("metrics_bytes", &MetricsSegment::numBytes, py::arg("num_devices"), py::arg("num_clients"));
-  py::class_<MetricsBlock>(module, "MetricsBlock")
+  py::class_<ProcessMetrics>(module, "ProcessMetrics")
       .def(py::init<>())
       .def(
           "add",
-          [](const MetricsBlock& block, std::size_t metric, std::uint64_t amount, std::size_t series) {
-            block.add(metricOf(metric), amount, checkedSeries(block, metricOf(metric), series));
+          [](const ProcessMetrics& metrics, std::size_t metric, std::uint64_t amount, std::size_t series) {
+            metrics.add(metricOf(metric), amount, checkedSeries(metrics, metricOf(metric), series));
           },
           py::arg("metric"), py::arg("amount") = 1, py::arg("series") = 0)
       .def(
           "set",
-          [](const MetricsBlock& block, std::size_t metric, std::uint64_t value, std::size_t series) {
-            block.set(metricOf(metric), value, checkedSeries(block, metricOf(metric), series));
+          [](const ProcessMetrics& metrics, std::size_t metric, std::uint64_t value, std::size_t series) {
+            metrics.set(metricOf(metric), value, checkedSeries(metrics, metricOf(metric), series));
           },
           py::arg("metric"), py::arg("value"), py::arg("series") = 0)
       .def(
           "observe_ns",
-          [](const MetricsBlock& block, std::size_t metric, std::int64_t duration, std::size_t series) {
+          [](const ProcessMetrics& metrics, std::size_t metric, std::int64_t duration, std::size_t series) {
             if (kMetrics[static_cast<std::size_t>(metricOf(metric))].kind != MetricKind::kHistogram)
               throw std::invalid_argument("the metric is no histogram");
-            block.observe(metricOf(metric), std::chrono::nanoseconds(duration),
-                          checkedSeries(block, metricOf(metric), series));
+            metrics.observe(metricOf(metric), std::chrono::nanoseconds(duration),
+                            checkedSeries(metrics, metricOf(metric), series));
           },
           py::arg("metric"), py::arg("duration_ns"), py::arg("series") = 0)
       .def("cells", &cellsOf, py::arg("metric"));

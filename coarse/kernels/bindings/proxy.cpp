@@ -76,7 +76,7 @@ void registerProxy(py::module_& module) {
                        std::size_t numSyncCores, int scheduling, std::vector<std::size_t> localClients,
                        std::uint32_t spinMicroseconds, int doorbellsFd, int eventFd, const RingMemory& rings,
                        const CollectiveMemory& collectives, int exchangeLogsFd, int linkTableFd,
-                       std::size_t node, std::size_t numNodes, const MetricsBlock& metrics) {
+                       std::size_t node, std::size_t numNodes, const ProcessMetrics& metrics) {
              ProxyConfig config;
              config.device = device;
              config.numDevices = numDevices;
@@ -97,7 +97,7 @@ void registerProxy(py::module_& module) {
            py::arg("doorbells_fd"), py::arg("event_fd"), py::arg_v("rings", RingMemory(), "RingMemory()"),
            py::arg_v("collectives", CollectiveMemory(), "CollectiveMemory()"),
            py::arg("exchange_logs_fd") = -1, py::arg("link_table_fd") = -1, py::arg("node") = 0,
-           py::arg("num_nodes") = 1, py::arg_v("metrics", MetricsBlock(), "MetricsBlock()"))
+           py::arg("num_nodes") = 1, py::arg_v("metrics", ProcessMetrics(), "ProcessMetrics()"))
       .def("join_nodes", &Proxy::joinNodes, py::arg("node"), py::arg("ranks"), py::arg("fds"))
       .def("add_client", &Proxy::addClient, py::arg("client"), py::arg("segment_fd"))
       .def("start", &Proxy::start)

@@ -128,7 +128,7 @@ std::string nameOf(const FrameHeader& header) {
 NodeExchange::NodeExchange(std::size_t node, std::vector<std::vector<int>> ranks,
                            const std::vector<std::vector<int>>& fds, Reduce reduce, FinishShard finishShard,
                            Report report, std::function<void(NodeEvent)> onEvent, NodePacing pacing,
-                           MetricsBlock metrics)
+                           ProcessMetrics metrics)
     : index_{node, ranks.size()},
       ranks_(std::move(ranks)),
       reduce_(std::move(reduce)),

@@ -86,7 +86,7 @@ struct NodeLinks::Connection {
 };
 
 NodeLinks::NodeLinks(std::size_t node, const std::vector<std::vector<int>>& fds, Receiver receiver,
-                     MetricsBlock metrics)
+                     ProcessMetrics metrics)
     : node_(node), receiver_(std::move(receiver)), metrics_(std::move(metrics)), connections_(fds.size()) {
   for (std::size_t other = 0; other < fds.size(); ++other) {
     if (fds[other].empty() != (other == node))

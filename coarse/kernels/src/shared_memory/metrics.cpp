@@ -213,7 +213,7 @@ std::vector<const char*> valuesOf(MetricLabel label) {
     case Label::kAlgorithm:
       return {"gather", "direct", "ring", "exchange", "probe", "nccl", "workers", "update"};
     case Label::kCause:
-      return {"results", "all_reduce", "queue", "probe", "background"};
+      return {"results", "all_reduce", "queue", "probe", "background", "request"};
     case Label::kOutcome:
       return {"saved", "failed", "skipped"};
     case Label::kFailure:
@@ -241,8 +241,8 @@ std::size_t MetricsLayout::numSeries(Metric metric) const noexcept {
   return count;
 }
 
-void MetricsBlock::observe(Metric metric, std::chrono::nanoseconds duration,
-                           std::size_t series) const noexcept {
+void ProcessMetrics::observe(Metric metric, std::chrono::nanoseconds duration,
+                             std::size_t series) const noexcept {
   if (cells_ == nullptr) return;
   const auto value = static_cast<std::uint64_t>(std::max<std::int64_t>(0, duration.count()));
   const auto bucket = static_cast<std::size_t>(
@@ -259,17 +259,17 @@ MetricsSegment::MetricsSegment(int fd, std::size_t numDevices, std::size_t numCl
       memory_(std::make_shared<Mapping>(
           mapSealed(fd, numBytes(numDevices, numClients), Mapping::Access::kReadWrite, "metrics"))) {}
 
-MetricsBlock MetricsSegment::device(std::size_t device) const {
+ProcessMetrics MetricsSegment::device(std::size_t device) const {
   if (device >= numDevices_) throw std::out_of_range("metrics of a memory device that does not exist");
-  return block(device);
+  return process(device);
 }
 
-MetricsBlock MetricsSegment::client(std::size_t client) const {
+ProcessMetrics MetricsSegment::client(std::size_t client) const {
   if (client >= numClients_) throw std::out_of_range("metrics of a worker that does not exist");
-  return block(numDevices_ + client);
+  return process(numDevices_ + client);
 }
 
-MetricsBlock MetricsSegment::block(std::size_t number) const {
+ProcessMetrics MetricsSegment::process(std::size_t number) const {
   return {memory_, number * layout_.numBytes(), layout_};
 }
 

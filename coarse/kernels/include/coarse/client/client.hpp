@@ -67,7 +67,7 @@ struct ClientConfig {
   bool isEmulated =
       false;  // descriptors carry the time at which they were posted, from which emulated links count
   std::chrono::milliseconds heartbeatLimit{0};  // of HeartbeatWatch
-  MetricsBlock metrics;
+  ProcessMetrics metrics;
 };
 
 /// A worker's end of the data path: copies tensors into its slots, notifies memory devices, waits for

@@ -34,7 +34,7 @@ struct IntakeConfig {
   std::size_t numClients = 1;
   Scheduling scheduling = Scheduling::kQueues;
   std::size_t observer = 0;  // first-come-first-serve: the client whose result ends a shard's turn
-  MetricsBlock metrics;
+  ProcessMetrics metrics;
 };
 
 /// Takes the descriptors that clients send to one memory device; in an emulated session, once their

@@ -43,7 +43,7 @@ struct ProxyConfig {
   std::size_t node = 0;      // of the endpoints of that table; all nodes have as many clients and devices
   std::size_t numNodes = 1;  // likewise
   std::vector<int> ranks;    // of the clients, for messages; empty: the clients' numbers
-  MetricsBlock metrics;
+  ProcessMetrics metrics;
 
   /// @throws std::invalid_argument if a number is out of range.
   void validate() const;

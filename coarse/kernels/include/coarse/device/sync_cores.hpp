@@ -22,7 +22,7 @@ struct SyncCoresConfig {
   std::size_t numCores = 1;
   std::chrono::microseconds spinBudget{50};  // time for which an idle core polls before it sleeps
   bool needsExactSleeps = false;             // emulated links
-  MetricsBlock metrics;
+  ProcessMetrics metrics;
 };
 
 /// The sync cores of one memory device (paper, section IV-A): threads that work while work exists, and

@@ -55,7 +55,7 @@ class NodeExchange {
   NodeExchange(std::size_t node, std::vector<std::vector<int>> ranks,
                const std::vector<std::vector<int>>& fds, Reduce reduce, FinishShard finishShard,
                Report report, std::function<void(NodeEvent)> onEvent, NodePacing pacing = {},
-               MetricsBlock metrics = {});
+               ProcessMetrics metrics = {});
 
   std::size_t numNodes() const noexcept { return index_.numNodes; }
   void start() { links_.start(); }

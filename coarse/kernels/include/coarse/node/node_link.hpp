@@ -101,7 +101,7 @@ class NodeLinks {
   /// caller closes its own. @throws std::system_error if a descriptor is invalid, or std::invalid_argument if
   /// a node has none.
   NodeLinks(std::size_t node, const std::vector<std::vector<int>>& fds, Receiver receiver,
-            MetricsBlock metrics = {});
+            ProcessMetrics metrics = {});
   /// As stop().
   ~NodeLinks();
   NodeLinks(const NodeLinks&) = delete;
@@ -144,7 +144,7 @@ class NodeLinks {
 
   std::size_t node_;
   Receiver receiver_;
-  MetricsBlock metrics_;
+  ProcessMetrics metrics_;
   int epollFd_ = -1;
   int wakeFd_ = -1;
   std::vector<std::vector<std::unique_ptr<Connection>>> connections_;  // by node

@@ -21,7 +21,7 @@ enum class MetricKind : std::uint8_t { kCounter, kGauge, kHistogram };
 /// What a cell holds. Durations are nanoseconds there and seconds for readers.
 enum class MetricUnit : std::uint8_t { kNumber, kBytes, kSeconds };
 
-/// The process whose block has the metric. Readers label its values with the worker or memory device.
+/// The kind of process that has the metric. Readers label its values with the worker or memory device.
 enum class MetricOwner : std::uint8_t { kWorker, kDevice };
 
 /// A label whose values are known: the names of an enumeration, or all memory devices of the node.
@@ -39,8 +39,9 @@ enum class WaitCause : std::uint8_t {
   kQueue = 2,       // a place in the queue of a memory device
   kProbe = 3,       // a link's measurement
   kBackground = 4,  // results, in a thread beside the training
+  kRequest = 5,     // an answer of memory devices, such as to a registration; counted in Python
 };
-inline constexpr std::size_t kNumWaitCauses = 5;
+inline constexpr std::size_t kNumWaitCauses = 6;
 
 enum class Metric : std::uint8_t {
   // of workers
@@ -100,7 +101,7 @@ extern const std::array<MetricDeclaration, kNumMetrics> kMetrics;
 /// The values of a label in the order of their numbers; empty for kDevice and kNone.
 std::vector<const char*> valuesOf(MetricLabel label);
 
-/// Where the metrics of one process lie in its block.
+/// Where the metrics of one process lie, from the first.
 class MetricsLayout {
  public:
   explicit MetricsLayout(std::size_t numDevices) noexcept;
@@ -122,12 +123,12 @@ class MetricsLayout {
 ///
 /// Thread safety: any number of threads and processes may write and read. Each value is exact; values read
 /// together may be of different moments.
-class MetricsBlock {
+class ProcessMetrics {
  public:
   using Cell = std::atomic<std::uint64_t>;
 
-  MetricsBlock() : layout_(0) {}
-  MetricsBlock(std::shared_ptr<const Mapping> memory, std::size_t offset, const MetricsLayout& layout)
+  ProcessMetrics() : layout_(0) {}
+  ProcessMetrics(std::shared_ptr<const Mapping> memory, std::size_t offset, const MetricsLayout& layout)
       : memory_(std::move(memory)),
         cells_(reinterpret_cast<Cell*>(memory_->data() + offset)),
         layout_(layout) {}
@@ -159,7 +160,7 @@ class MetricsBlock {
   MetricsLayout layout_;
 };
 
-/// The blocks of a node's memory devices, then of its workers, in one segment that all of them map.
+/// The metrics of a node's memory devices, then of its workers, in one segment that all of them map.
 class MetricsSegment {
  public:
   /// @param fd the caller closes it.
@@ -169,11 +170,11 @@ class MetricsSegment {
     return (numDevices + numClients) * MetricsLayout(numDevices).numBytes();
   }
   /// @throws std::out_of_range if there is no such device or client.
-  MetricsBlock device(std::size_t device) const;
-  MetricsBlock client(std::size_t client) const;
+  ProcessMetrics device(std::size_t device) const;
+  ProcessMetrics client(std::size_t client) const;
 
  private:
-  MetricsBlock block(std::size_t number) const;
+  ProcessMetrics process(std::size_t number) const;
 
   std::size_t numDevices_;
   std::size_t numClients_;
@@ -184,7 +185,7 @@ class MetricsSegment {
 /// Counts the time of a scope as a wait, from the first begin() on; nothing without it.
 class WaitTimer {
  public:
-  WaitTimer(const MetricsBlock& metrics, WaitCause cause) noexcept : metrics_(metrics), cause_(cause) {}
+  WaitTimer(const ProcessMetrics& metrics, WaitCause cause) noexcept : metrics_(metrics), cause_(cause) {}
   WaitTimer(const WaitTimer&) = delete;
   WaitTimer& operator=(const WaitTimer&) = delete;
   ~WaitTimer() {
@@ -199,7 +200,7 @@ class WaitTimer {
   }
 
  private:
-  const MetricsBlock& metrics_;
+  const ProcessMetrics& metrics_;
   WaitCause cause_;
   bool hasBegun_ = false;
   std::chrono::steady_clock::time_point began_{};
