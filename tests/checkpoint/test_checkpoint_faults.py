@@ -20,6 +20,9 @@ from coarse.checkpoint.names import CheckpointName
 from coarse.checkpoint.saver import Saver, SourceWriting, WorkerState
 from coarse.checkpoint.writer import SaveDetails, write_worker_state
 from coarse.errors import CheckpointError
+from coarse.kernels import _native
+from coarse.metrics.reader import MetricsReader
+from coarse.metrics.writer import MetricsWriter
 
 
 def operations(path: Path, work) -> list[tuple[str, str]]:
@@ -116,6 +119,14 @@ def test_a_disk_that_fails_at_any_operation_leaves_the_one_before(tmp_path, code
         assert not list(path.glob("*.tmp"))
 
 
+def metrics_of_one_worker():
+    fd = _native.create_sealed_memory("metrics", _native.metrics_bytes(0, 1))
+    try:
+        return MetricsReader.of_segment(fd, 0, (0,))
+    finally:
+        os.close(fd)
+
+
 def test_training_goes_on_while_the_disk_is_full_until_too_many_saves_failed(tmp_path):
     full = threading.Event()
 
@@ -123,7 +134,12 @@ def test_training_goes_on_while_the_disk_is_full_until_too_many_saves_failed(tmp
         if full.is_set() and operation == "write":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
 
-    saver = Saver(Folder.open(tmp_path, observe=observe), most_failures=2)
+    reader = metrics_of_one_worker()
+    saver = Saver(
+        Folder.open(tmp_path, observe=observe),
+        most_failures=2,
+        metrics=lambda: MetricsWriter(reader.worker(0)),
+    )
 
     def save_step(step):
         assert begin(saver, source(step))
@@ -144,6 +160,11 @@ def test_training_goes_on_while_the_disk_is_full_until_too_many_saves_failed(tmp
     with pytest.raises(CheckpointError, match=r"2 saves in a row.*No space left"):
         saver.check()
     assert (saver.counts.num_saved, saver.counts.num_failed) == (2, 3)
+    metrics = reader.read()
+    assert metrics['coarse_checkpoint_saves_total{worker="0",outcome="saved"}'] == 2
+    assert metrics['coarse_checkpoint_saves_total{worker="0",outcome="failed"}'] == 3
+    assert metrics['coarse_checkpoint_written_bytes_total{worker="0"}'] == 2 * saver.counts.last_bytes
+    assert metrics['coarse_checkpoint_save_seconds_count{worker="0"}'] == 2
     saver.close()
     assert newest_step(tmp_path) == 3
 

@@ -295,3 +295,37 @@ def test_kept_memory_devices_serve_the_next_attempt_and_remember_failures(job):
     for each in workers:
         outcome = each.finish()
         assert not outcome.error, outcome.details
+
+
+def test_each_node_shows_its_own_processes_and_what_travels_between_nodes(job):
+    ports = [free_port(), free_port()]
+
+    def worker(me):
+        with me.join(node=f"n{me.rank}", metrics_port=ports[me.rank]) as session:
+            train(session)
+            session.barrier()
+            me.tell()
+            me.hear()
+
+    workers = job.start(2, worker)
+    for each in workers:
+        each.hear()
+    nodes = [scrape(port) for port in ports]
+    for each in workers:
+        each.tell()
+    for each in workers:
+        outcome = each.finish()
+        assert not outcome.error, outcome.details
+    for rank, samples in enumerate(nodes):
+        labels = [dict(own) for _, own in samples]
+        assert {own["worker"] for own in labels if "worker" in own} == {str(rank)}
+        assert {own["device"] for own in labels if "device" in own} == {"md0"}
+        sent = sample(samples, "coarse_node_sent_bytes_total", device="md0")
+        assert sent >= STEPS * LARGE_BYTES / 2, (
+            "contributions to half of the shards, and results of the others"
+        )
+    sent, received = (
+        sum(sample(each, f"coarse_node_{what}_bytes_total", device="md0") for each in nodes)
+        for what in ("sent", "received")
+    )
+    assert received == sent
