@@ -16,13 +16,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_REQUEST_TIMEOUT_S = 5.0
+_REQUEST_TIMEOUT_S = 2.0
+_POLL_INTERVAL_S = 0.1
+_CLOSE_TIMEOUT_S = 1.0
 
 
 class MetricsEndpoint:
     """Serves /metrics until close(), in a thread of its own.
 
-    It serves one request at a time, and drops a connection that is silent for 5 s, so that others can occupy no more
+    It serves one request at a time, and drops a connection that is silent for 2 s, so that others can occupy no more
     of this process than one descriptor.
 
     Args:
@@ -45,13 +47,12 @@ class MetricsEndpoint:
         )
         self.port: int = self._server.server_port
         """The port at which it listens."""
-        self._thread = threading.Thread(target=self._server.serve_forever, name="coarse-metrics", daemon=True)
-        self._thread.start()
+        self._thread = _start(lambda: self._server.serve_forever(_POLL_INTERVAL_S))
 
     def close(self) -> None:
-        """Stops serving. Idempotent."""
-        self._server.shutdown()
-        self._thread.join()
+        """Stops serving, and waits a second at most for a request that is being served. Idempotent."""
+        _start(self._server.shutdown)
+        self._thread.join(_CLOSE_TIMEOUT_S)
         self._server.server_close()
 
 
@@ -77,6 +78,12 @@ def try_endpoint(read: Callable[[], Metrics], address: str, port: int, who: str)
     return endpoint
 
 
+def _start(work: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=work, name="coarse-metrics", daemon=True)
+    thread.start()
+    return thread
+
+
 class _Handler(WSGIRequestHandler):
     timeout = _REQUEST_TIMEOUT_S
 
@@ -97,6 +104,9 @@ def _server_class(address: str, port: int) -> type[WSGIServer]:
             self.server_address = self.socket.getsockname()
             self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
             self.setup_environ()
+
+        def handle_error(self, request: Any, client_address: Any) -> None:
+            logger.debug("a request of %s for metrics failed", client_address, exc_info=True)
 
     return Server
 

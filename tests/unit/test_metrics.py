@@ -8,6 +8,8 @@ import logging
 import os
 import re
 import socket
+import struct
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -270,6 +272,29 @@ def test_a_silent_connection_does_not_block_the_endpoint_for_long(segment, monke
         endpoint.close()
     with pytest.raises(urllib.error.URLError):
         scrape(endpoint.port)
+
+
+def test_an_occupied_endpoint_closes_in_time(segment, monkeypatch):
+    """Whoever sends a byte now and then keeps it busy, and must not keep a memory device from ending."""
+    monkeypatch.setattr("coarse.metrics.endpoint._Handler.timeout", 60)
+    endpoint = MetricsEndpoint(segment[1].read, "127.0.0.1", 0)
+    with socket.create_connection(("127.0.0.1", endpoint.port)) as slow:
+        slow.sendall(b"GET /metr")
+        began_s = time.monotonic()
+        endpoint.close()
+        assert time.monotonic() - began_s < 30
+
+
+def test_a_request_that_breaks_off_leaves_the_endpoint_alone(segment, capfd):
+    endpoint = MetricsEndpoint(segment[1].read, "127.0.0.1", 0)
+    try:
+        with socket.create_connection(("127.0.0.1", endpoint.port)) as hasty:
+            hasty.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # ends by a reset
+            hasty.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+        assert "coarse_world_size" in scrape(endpoint.port)
+    finally:
+        endpoint.close()
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_a_taken_port_is_a_warning_that_names_it(segment, caplog):
