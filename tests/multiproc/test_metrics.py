@@ -11,6 +11,7 @@ import urllib.request
 import kept_training
 import numpy as np
 import pytest
+from harness import LIMIT_S
 from prometheus_client.parser import text_string_to_metric_families
 
 from coarse.errors import SessionClosedError, WorkerLostError
@@ -50,6 +51,12 @@ def compute(seconds):
     until_s = time.monotonic() + seconds
     while time.monotonic() < until_s:
         pass
+
+
+def await_gauge(session, name, value):
+    limit_s = time.monotonic() + LIMIT_S
+    while session.metrics().total(name) != value:
+        assert time.monotonic() < limit_s, session.metrics().total(name)
 
 
 def meet_forever(session):
@@ -329,3 +336,24 @@ def test_each_node_shows_its_own_processes_and_what_travels_between_nodes(job):
         for what in ("sent", "received")
     )
     assert received == sent
+
+
+def test_pools_of_snapshots_are_gauged(job):
+    """By the home device's control loop, at least twice a second."""
+
+    def worker(me):
+        with me.join(profile="off") as session:
+            group = kept_training.register(session)
+            held = group.snapshot() if me.rank == 0 else None
+            session.barrier()
+            kept_training.take_step(group, me.rank, 1)
+            session.barrier()
+            if held is not None:
+                found = group.snapshot_statistics()
+                assert found.taken_bytes > 0
+                await_gauge(session, "coarse_snapshot_pool_bytes", found.taken_bytes)
+                await_gauge(session, "coarse_snapshot_pool_limit_bytes", found.limit_bytes)
+                assert session.metrics().total("coarse_snapshots_lost_total") == 0
+            session.barrier()
+
+    job.run(2, worker)

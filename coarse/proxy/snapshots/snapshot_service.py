@@ -53,6 +53,7 @@ class SnapshotService:
         self._send = send
         self._post = post
         self._groups: dict[int, GroupSnapshots] = {}
+        self._past: list[_native.SnapshotStatistics] = []  # of removed groups: counters do not go back
         self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._writers: list[threading.Thread] = []
@@ -73,13 +74,16 @@ class SnapshotService:
         found = [snapshots.statistics() for snapshots in self._groups.values()]
         metrics.set("coarse_snapshot_pool_bytes", sum(each.taken_bytes for each in found))
         metrics.set("coarse_snapshot_pool_limit_bytes", sum(each.limit_bytes for each in found))
-        metrics.set("coarse_snapshots_lost_total", sum(each.num_lost for each in found))
-        metrics.set("coarse_snapshot_waits_total", sum(each.num_waits for each in found))
-        metrics.set("coarse_snapshot_wait_seconds_total", round(sum(each.waited_s for each in found) * 1e9))
+        ever = [*self._past, *found]
+        metrics.set("coarse_snapshots_lost_total", sum(each.num_lost for each in ever))
+        metrics.set("coarse_snapshot_waits_total", sum(each.num_waits for each in ever))
+        metrics.set("coarse_snapshot_wait_seconds_total", round(sum(each.waited_s for each in ever) * 1e9))
 
     def remove(self, group: int) -> None:
         """Removes a released group; readers of its snapshots can finish."""
-        self._groups.pop(group, None)
+        removed = self._groups.pop(group, None)
+        if removed is not None:
+            self._past.append(removed.statistics())
 
     def release(self, message: Message) -> None:
         """Releases a snapshot for a worker."""
