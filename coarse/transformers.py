@@ -15,8 +15,10 @@ from typing import Any
 import torch
 import transformers
 from accelerate.utils import DistributedDataParallelKwargs
+from transformers.trainer_pt_utils import find_batch_size
 
 from coarse.accelerate import Accelerator
+from coarse.torch.session import metrics_of_default_group
 
 
 class Trainer(transformers.Trainer):  # type: ignore[misc]
@@ -46,6 +48,11 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             self.accelerator._offloading.check_clipping_option(
                 f"TrainingArguments(max_grad_norm={self.args.max_grad_norm}), where 0 clips nothing,"
             )
+
+    def training_step(self, model: torch.nn.Module, inputs: Any, *arguments: Any, **keywords: Any) -> Any:
+        """Also counts the batch's rows as samples in the session's metrics."""
+        metrics_of_default_group().add("coarse_samples_total", find_batch_size(inputs) or 0)
+        return super().training_step(model, inputs, *arguments, **keywords)
 
 
 class _TrainersAccelerator(Accelerator):

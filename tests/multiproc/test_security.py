@@ -507,7 +507,7 @@ def test_workers_cannot_write_what_memory_devices_share_with_them(job):
         assert num_slots == 1
         assert permissions["control"] == "r--s"
         assert permissions["gradients"] == "rw-s"
-        assert set(permissions) == {"control", "gradients", "client", "doorbells"}
+        assert set(permissions) == {"control", "gradients", "client", "doorbells", "metrics"}
 
 
 def test_values_are_never_interpreted(job):

@@ -146,6 +146,10 @@ def with_transformers() -> None:
     rank = dist.get_rank()
     torch.manual_seed(rank)
     module = Failure()
+    rows: list[int] = []
+    module.register_forward_pre_hook(
+        lambda _, unnamed, named: rows.append(len(named["inputs"])), with_kwargs=True
+    )
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             folder, use_cpu=True, max_steps=2, save_strategy="no", report_to="none", disable_tqdm=True
@@ -156,6 +160,8 @@ def with_transformers() -> None:
     assert type(trainer.model_wrapped) is coarse.torch.DistributedDataParallel
     assert trainer.model_wrapped.gradient_as_bucket_view
     check_agreement(module, "transformers")
+    metrics = trainer.model_wrapped.session.metrics()
+    assert metrics.total("coarse_samples_total", worker=str(rank)) == sum(rows) > 0
     trainer.model_wrapped.close()
 
 
