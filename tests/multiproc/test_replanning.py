@@ -63,12 +63,17 @@ def test_the_last_shards_go_by_direct_allreduce(job, dual_sync, num_offloaded):
             session.barrier()
             transfers = between_workers(session)
             decided = [line for line in session.decisions() if line.startswith("dual synchronisation")]
+            metrics, own = session.metrics(), {"worker": str(me.rank)}
+            replans = metrics.total("coarse_replans_total", **own)
+            by_workers = metrics.total("coarse_pushed_shards_total", **own, algorithm="workers")
             session.barrier()
-        return digest, len(transfers), decided
+        return digest, len(transfers), decided, replans, by_workers
 
     outcomes = job.run(2, worker)
-    assert len({digest for digest, _, _ in outcomes}) == 1
-    for _, num_transfers, decided in outcomes:
+    assert len({digest for digest, *_ in outcomes}) == 1
+    for _, num_transfers, decided, replans, by_workers in outcomes:
+        assert replans == (num_offloaded < 12)
+        assert by_workers == 2 * (12 - num_offloaded), "in the two steps after learning"
         # A shard circulates in two iterations; both workers send in each.
         shards = 12 - num_offloaded
         assert num_transfers == 2 * shards * 2 * 2

@@ -3,9 +3,10 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <chrono>
+#include <cstdio>
 #include <limits>
-#include <numeric>
 #include <set>
 #include <string>
 #include <vector>
