@@ -99,6 +99,10 @@ class SnapshotsBusyError(CoarseError):
     """As many snapshots as there can be are held."""
 
 
+class TimelineError(CoarseError):
+    """The parts of a timeline cannot be read or merged."""
+
+
 _TOLD = (
     SnapshotLostError,
     SnapshotsBusyError,

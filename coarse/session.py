@@ -46,6 +46,8 @@ from coarse.startup.join import Joining, NodeDevices, agree_on_profile, connect,
 from coarse.startup.node_address import try_address_of_this_node
 from coarse.startup.persistent_devices import Keeping
 from coarse.store import Store
+from coarse.timeline import recorder
+from coarse.timeline.part_files import WORKER, Process
 from coarse.tuning.step_planning import StepPlanning
 from coarse.wire.algorithms import describe_algorithm
 from coarse.wire.registration import EAGER, WorkerMemory
@@ -130,6 +132,7 @@ class Session:
         attempt = attempt or Attempt.from_environment()
         if identity.world_size == 1:
             check_solo(settings)
+            _record_timeline(settings, identity, attempt, node=0)
             session = cls(identity, settings, SingleWorkerClient(), None, attempt)
             session._serve_metrics()
             return session
@@ -157,6 +160,7 @@ class Session:
                     keeping=Keeping(session=name, attempt=attempt) if settings.keep_devices else None,
                 )
                 client, node, found = _come_together(joining)
+                _record_timeline(settings, identity, attempt, node=node.node)
         session = cls(identity, settings, client, node, attempt)
         try:
             session._plan_links(client, node, found)
@@ -540,6 +544,17 @@ class Session:
         if self._client is None:
             raise SessionClosedError(f"worker {self.identity.rank}: the session is closed")
         return self._client
+
+
+def _record_timeline(settings: Settings, identity: WorkerIdentity, attempt: Attempt, *, node: int) -> None:
+    process = Process(
+        role=WORKER,
+        number=identity.rank,
+        node=node,
+        attempt=attempt.number,
+        num_clients=identity.local_world_size,
+    )
+    recorder.start(settings.timeline, process, num_events=settings.timeline_events)
 
 
 def _seed(table: PartitionTable, local_devices: Sequence[int], note: str) -> tuple[Profile | None, str]:

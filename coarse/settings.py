@@ -263,6 +263,8 @@ class Settings:
         metrics_port: Port at which each node serves its metrics (docs/metrics.md); 0 disables.
         metrics_address: Address at which it does; the default is reachable from the same machine only.
         failpoints: Faults to inject, for tests (coarse.failpoints); "" for none.
+        timeline: File for a trace of the whole job, compressed if it ends in ".gz"; "" records none.
+        timeline_events: Events that each process keeps for it, rounded up to a power of two; 64 bytes each.
         node: Name of this worker's node, to run several nodes on one machine; "" asks the system.
         node_address: Address by which other nodes reach this machine; "" takes that of the interface that leads to
             MASTER_ADDR.
@@ -426,6 +428,16 @@ class Settings:
         check=_is_between(0, 65535),
     )
     metrics_address: str = _setting("127.0.0.1", "address at which nodes serve their metrics")
+    timeline: str = _setting(
+        "", "file for a trace of the whole job, which Perfetto opens; .json, or .json.gz for a compressed one"
+    )
+    timeline_events: int = _setting(
+        1 << 18,
+        "events that each process keeps for the timeline, the newest ones",
+        read=_read_int,
+        check=_is_between(1, 1 << 28),
+        is_advanced=True,
+    )
     failpoints: str = _setting("", "faults to inject, for tests", check=_are_failpoints, is_advanced=True)
     node: str = _setting("", "name of this node, to run several on one machine", is_advanced=True)
     node_address: str = _setting("", "address by which other nodes reach this one; detected by default")

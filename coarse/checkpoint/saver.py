@@ -28,6 +28,7 @@ from coarse.checkpoint.writer import (
 from coarse.errors import CheckpointError, CoarseError
 from coarse.metrics.writer import MetricsWriter
 from coarse.scheduling import lower_priority
+from coarse.timeline.recorder import span
 
 logger = logging.getLogger(__name__)
 
@@ -275,12 +276,14 @@ class Saver:
             self._torn.add(temporary)
             if own_state is not None:
                 self._write_state(own_state)
-            name = writing.write(progress)
+            with span("write checkpoint"):
+                name = writing.write(progress)
             self._torn.discard(temporary)
             save_s = time.monotonic() - began_s
             write_hint(self._parent, name)
             # Before removing older ones: verify that the new checkpoint is really on disk.
-            writing.verify(name)
+            with span("verify checkpoint"):
+                writing.verify(name)
         with open_checkpoint(self._parent, name) as checkpoint:
             num_bytes = checkpoint.manifest.num_bytes
         self._count(

@@ -34,6 +34,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "simulate": "coarse.cli.simulate",
         "checkpoint": "coarse.cli.checkpoint",
         "completion": "coarse.cli.completion",
+        "timeline": "coarse.cli.timeline",
     }
 )
 """Module of each sub-command, in the order of the help text."""

@@ -19,6 +19,7 @@ from coarse.machine.host import read_cpu
 from coarse.profiler.start import AUTO, CACHED, OFF, REFRESH
 from coarse.settings import Declaration, Settings, declarations
 from coarse.startup.node_address import gloo_variables
+from coarse.timeline.part_files import parts_folder
 
 _DESCRIPTION = """\
 Starts N workers on this node with RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT set,
@@ -189,10 +190,12 @@ def _run(arguments: argparse.Namespace, master_port: MasterPort) -> int:
         fail(str(error))
     _announce_threads(plan.environments[0], plan.num_workers)
     _announce_machine(plan.environments[0])
+    _prepare_timeline(Settings.from_environment(plan.environments[0]).timeline, arguments.nnodes)
     try:
         return run_guarded(lambda: Supervisor(plan).run(), shutdown_timeout_s=arguments.shutdown_timeout)
     finally:
         forget_job(plan.job)  # needed if the supervisor was killed
+        _finish_timeline(Settings.from_environment(plan.environments[0]).timeline, arguments.nnodes)
 
 
 def command_of(arguments: argparse.Namespace) -> tuple[str, ...]:
@@ -234,6 +237,10 @@ def environments_of(
         if vars(arguments)[flag] is not None and vars(arguments)[other] is None:
             common.pop(other, None)  # the inherited variable has the same meaning
     _require_sound_settings(common, num_workers, arguments.nnodes)
+    if common.get("COARSE_TIMELINE"):
+        common["COARSE_TIMELINE"] = str(
+            Path(common["COARSE_TIMELINE"]).absolute()
+        )  # workers may change folders
     common.pop(
         "TORCHELASTIC_USE_AGENT_STORE", None
     )  # set by an outer torchrun; no process would serve our store
@@ -309,6 +316,8 @@ def _require_sound_settings(environment: Mapping[str, str], num_workers: int, nu
         job_secret(environment)
         if settings.machine:
             load_machine(settings.machine)
+        if settings.timeline and not (folder := Path(settings.timeline).absolute().parent).is_dir():
+            raise ValueError(f"COARSE_TIMELINE={settings.timeline}: there is no folder {folder}")
         if settings.profile not in (OFF, CACHED, AUTO, REFRESH) and not Path(settings.profile).is_file():
             raise ValueError(
                 f"COARSE_PROFILE={settings.profile} is neither off, cached, auto, refresh nor a file"
@@ -342,6 +351,33 @@ def _prepare_log_dir(arguments: argparse.Namespace) -> Path | None:
     except OSError as error:
         raise UsageError(f"--log-dir {log_dir}: {error.strerror}") from None
     return log_dir
+
+
+def _prepare_timeline(timeline: str, num_nodes: int) -> None:
+    """Removes parts that an earlier job left; with several nodes they may be those of a node that started before."""
+    if timeline and num_nodes == 1:
+        from coarse.timeline.merge import remove_parts
+
+        remove_parts(Path(timeline))
+
+
+def _finish_timeline(timeline: str, num_nodes: int) -> None:
+    """Merges what the processes have recorded, however they ended, and says where it is."""
+    if not timeline:
+        return
+    if num_nodes > 1:
+        said = (
+            f"the parts of this node are in {parts_folder(Path(timeline))}; bring those of all nodes together, and "
+            f"run `coarse timeline merge {timeline}`"
+        )
+    else:
+        from coarse.timeline.merge import merge
+
+        try:
+            said = f"{timeline}: {merge(Path(timeline))}; open it in https://ui.perfetto.dev"
+        except (OSError, CoarseError) as error:
+            said = str(error)
+    print(f"coarse run: timeline: {said}", file=sys.stderr)
 
 
 def _announce_threads(environment: Mapping[str, str], num_workers: int) -> None:

@@ -20,6 +20,8 @@ from coarse.late_notice import LateNotice
 from coarse.metrics.writer import MetricsWriter
 from coarse.profiler.partition import PartitionPlan
 from coarse.profiler.routing import RoutingTable, route_shards
+from coarse.timeline import recorder
+from coarse.timeline.part_files import GroupNames
 from coarse.wire.device_job import HOME_DEVICE
 from coarse.wire.messages import Message
 from coarse.wire.registration import ROWS, GroupSchema, RecoveredUpdates, WorkerMemory, WorkerPlaces, slots_of
@@ -110,7 +112,21 @@ class RegisteredGroups:
             reservations,
         )
         self._partitions[group] = partition
+        if recorder.is_recording():
+            self._name_in_timeline(client, group, schema.name, partition)
         return self._groups[group]
+
+    def _name_in_timeline(self, client: GroupClient, group: int, name: str, partition: PartitionPlan) -> None:
+        names = GroupNames(
+            session=self._native.timeline_session,
+            group=group,
+            name=name,
+            ranks=client.ranks,
+            device_pids=[connection.pid for connection in self._connections],
+            tensors=[spec.name for spec in self._groups[group].specs],
+            tensor_of_shard=[shard.tensor for shard in partition.shards],
+        )
+        recorder.note_group(names)
 
     def route(self, table: RoutingTable) -> None:
         """Routes every shard by `table` from its next push on."""

@@ -287,6 +287,10 @@ class TensorGroup:
         """Start and end of a tensor's slot, in bytes from the start of this worker's slots; the end is exclusive."""
         return self._offsets[index], self._offsets[index] + self.specs[index].slot_bytes
 
+    def note_ready(self, index: int) -> None:
+        """Records in the timeline that a tensor is about to be pushed."""
+        _native.record_ready(self._native.timeline_session, self.id, index)
+
     def is_late(self, index: int) -> bool:
         """Whether a tensor was pushed but not pulled, and its result is not ready."""
         return self._native.is_late(self.id, index)

@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from coarse.env import Attempt
 from coarse.errors import CoarseError, ProtocolError
 from coarse.kernels import _native
 from coarse.machine.out_of_memory import OutOfMemoryWatch
@@ -37,6 +38,8 @@ from coarse.proxy.snapshots.snapshot_service import SnapshotService
 from coarse.proxy.storage_service import StorageService
 from coarse.proxy.workers import WorkerConnection, Workers
 from coarse.scratch import hold
+from coarse.timeline import recorder
+from coarse.timeline.part_files import MEMORY_DEVICE, Process
 from coarse.wire.device_job import HOME_DEVICE, DeviceJob
 from coarse.wire.failure_messages import (
     Failure,
@@ -580,6 +583,7 @@ def run_device(job_fd: int) -> None:
     with contextlib.suppress(FileNotFoundError):  # its creator has ended and removed it
         hold(Path(job.directory))  # until this process ends
     try:
+        _record_timeline(job)
         opened = open_memories(job.memories, job.device, replicas=job.replicas)
     except _REASONS as error:
         nothing = DeviceMemories(own=HostMemory(), common=HostMemory())
@@ -597,6 +601,17 @@ def run_device(job_fd: int) -> None:
             job = job.with_peers(device.lost, device.replaced)
             attempt = replace(job, leader_pid=0)
         contents.close()
+
+
+def _record_timeline(job: DeviceJob) -> None:
+    process = Process(
+        role=MEMORY_DEVICE,
+        number=job.device,
+        node=job.node,
+        attempt=Attempt.from_environment().number,
+        num_clients=job.num_clients,
+    )
+    recorder.start(job.timeline, process, num_events=job.timeline_events)
 
 
 def _move_near(memory: DeviceMemory) -> None:

@@ -229,6 +229,8 @@ def _job_of(
         clients_of=tuple(each.workers for each in table.devices),
         metrics_address=settings.metrics_address,
         metrics_port=settings.metrics_port,
+        timeline=settings.timeline,
+        timeline_events=settings.timeline_events,
     )
 
 

@@ -63,6 +63,7 @@ class DeviceJob:
         clients_of: The workers that each device serves.
         link_table_fd: The link table, if several nodes share it; -1 if the home device writes it.
         metrics_address, metrics_port: Where the home device serves the node's metrics; port 0 for nowhere.
+        timeline, timeline_events: As in Settings.
     """
 
     device: int
@@ -95,6 +96,8 @@ class DeviceJob:
     link_table_fd: int = -1
     metrics_address: str = ""
     metrics_port: int = 0
+    timeline: str = ""
+    timeline_events: int = 0
 
     @property
     def memory(self) -> str:

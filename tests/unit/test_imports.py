@@ -30,6 +30,7 @@ LAYERS = (
     ("wire",),
     ("profiler", "checkpoint", "rendezvous", "arrays"),
     ("emulation", "metrics"),
+    ("timeline",),
     ("kernels", "settings", "socket_store"),
     ("env",),
     ("store_server",),

@@ -14,14 +14,15 @@ INCLUDED = re.compile(r'^#include "coarse/(\w+)/', re.MULTILINE)
 INCLUDES = {
     "shared_memory": set(),
     "reduce": {"shared_memory"},
-    "emulation": {"shared_memory"},
-    "snapshot": {"reduce", "shared_memory"},
-    "tensors": {"emulation", "reduce", "shared_memory", "snapshot"},
+    "timeline": {"shared_memory"},
+    "emulation": {"shared_memory", "timeline"},
+    "snapshot": {"reduce", "shared_memory", "timeline"},
+    "tensors": {"emulation", "reduce", "shared_memory", "snapshot", "timeline"},
     "recovery": {"shared_memory", "tensors"},
-    "node": {"emulation", "reduce", "shared_memory", "tensors"},
+    "node": {"emulation", "reduce", "shared_memory", "tensors", "timeline"},
     "collectives": {"node", "reduce", "shared_memory"},
-    "client": {"recovery", "reduce", "shared_memory", "tensors"},
-    "device": {"emulation", "node", "recovery", "reduce", "shared_memory", "tensors"},
+    "client": {"recovery", "reduce", "shared_memory", "tensors", "timeline"},
+    "device": {"emulation", "node", "recovery", "reduce", "shared_memory", "tensors", "timeline"},
     "gpu": {"client", "emulation", "reduce", "shared_memory", "snapshot", "tensors"},
 }
 """Folders of coarse/kernels/include/coarse and coarse/kernels/src, each with all others from which it includes."""

@@ -23,6 +23,7 @@ void registerReduce(pybind11::module_& module);
 void registerSnapshot(pybind11::module_& module);
 void registerCudaBatches(pybind11::module_& module);
 void registerCollectives(pybind11::module_& module);
+void registerTimeline(pybind11::module_& module);
 
 /// Deletes objects whose own thread may need the GIL before it can end.
 struct DeleteWithoutGil {

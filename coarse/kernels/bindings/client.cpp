@@ -156,7 +156,8 @@ void registerClient(py::module_& module) {
           },
           py::arg("group"), py::arg("probes"), py::arg("timeout_s"))
       .def("check_peers", &Client::checkPeers)
-      .def_property_readonly("lost_device", &Client::lostDevice);
+      .def_property_readonly("lost_device", &Client::lostDevice)
+      .def_property_readonly("timeline_session", &Client::timelineSession);
 }
 
 }  // namespace coarse

@@ -33,4 +33,5 @@ PYBIND11_MODULE(_native, module) {
   coarse::registerSnapshot(module);
   coarse::registerCudaBatches(module);
   coarse::registerCollectives(module);
+  coarse::registerTimeline(module);
 }

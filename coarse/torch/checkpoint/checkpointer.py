@@ -49,6 +49,7 @@ from coarse.torch.checkpoint.training_state import (
     training_state,
 )
 from coarse.torch.checkpoint.worker_state import OwnTensors, RandomState, WorkerState, checked, load_resharded
+from coarse.torch.operations import operation
 from coarse.torch.optimizer.distributed_optimizer import DistributedOptimizer, stand_in_of
 from coarse.torch.optimizer.trainers import bare_optimizer
 from coarse.torch.session import metrics_of_default_group
@@ -171,7 +172,7 @@ class Checkpointer:
             raise CheckpointError(follow_up("too many saves have failed in a row", "worker 0"))
         self._due.note(self._num_steps, is_asked=was_asked)
         began = self._due.is_waiting and not was_busy
-        start = self._take_state() if began else None
+        start = self._frozen_state() if began else None
         if self._workers.world_size > 1:
             self._propose(is_busy=began)
         if start is not None:
@@ -194,7 +195,7 @@ class Checkpointer:
         self._saver.wait()
         failed_before = self.counts.num_failed
         self._workers.agreed()  # this save also answers all earlier requests
-        start = self._take_state()
+        start = self._frozen_state()
         self._propose(is_busy=True)  # earlier proposals did not include this save
         start()
         if not wait:
@@ -285,7 +286,7 @@ class Checkpointer:
             return
         self._saver.wait()
         try:
-            start = self._take_state()
+            start = self._frozen_state()
         except (CoarseError, OSError) as error:
             return self._saver.fail(error)
         start()
@@ -313,6 +314,10 @@ class Checkpointer:
             is_busy=is_busy or self._saver.is_busy,
             has_failed=self._saver.has_given_up,
         )
+
+    def _frozen_state(self) -> Callable[[], object]:
+        with operation("take the checkpoint's state"):
+            return self._take_state()
 
     def _take_state(self) -> Callable[[], object]:
         """Freezes the current state; returns the function that begins to write it.

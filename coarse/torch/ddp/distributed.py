@@ -20,6 +20,7 @@ from coarse.env import WorkerIdentity
 from coarse.errors import SessionClosedError, SyncTimeoutError
 from coarse.session import AnyTensorGroup, Session
 from coarse.settings import Settings
+from coarse.timeline import recorder
 from coarse.torch.ddp.agreement import check_same_tensors, describe
 from coarse.torch.ddp.awaited_values import AwaitedValues
 from coarse.torch.ddp.buffers import BufferBroadcast, broadcast_tensors
@@ -41,6 +42,7 @@ from coarse.torch.gradients.embeddings import EmbeddingGradients
 from coarse.torch.gradients.gradient_parts import DeviceOptimizer, GradientParts
 from coarse.torch.gradients.registered_gradients import AveragingOptions
 from coarse.torch.gradients.sparse_gradients import check_tables, find_tables
+from coarse.torch.operations import operation, record_optimizer_steps
 from coarse.torch.optimizer.remote_optimizers import RemoteOptimizers
 from coarse.torch.process_group import choose_process_group
 from coarse.torch.session import session_of_group
@@ -252,6 +254,8 @@ class DistributedDataParallel(UnsupportedFeatures):
     def _register(self, *, init_sync: bool, broadcast_buffers: bool) -> None:
         shared = session_of_group(self.process_group)
         self._session = shared.session
+        if recorder.is_recording():
+            record_optimizer_steps()
         name = shared.next_model_name()
         check_tables(self._session, self._trainable, self.tables)
         if init_sync:
@@ -446,10 +450,11 @@ class DistributedDataParallel(UnsupportedFeatures):
         """Runs the module; the backward of its output averages gradients."""
         if self._world_size == 1 and not self.device_ids and not self._join_config.enable:
             return self.module(*inputs, **kwargs)
-        inputs, kwargs = self._before_forward(inputs, kwargs)
-        with self._inside_ddp_forward(), self._gradients_in_place():
-            output = self.module(*inputs, **kwargs)
-        self._after_forward(output)
+        with operation("forward"):
+            inputs, kwargs = self._before_forward(inputs, kwargs)
+            with self._inside_ddp_forward(), self._gradients_in_place():
+                output = self.module(*inputs, **kwargs)
+            self._after_forward(output)
         return output
 
     @torch._disable_dynamo  # type: ignore[untyped-decorator]

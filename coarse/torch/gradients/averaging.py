@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -21,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from coarse.client.tensor_group import TensorGroup, UpdateKind
 from coarse.session import Session
+from coarse.timeline import recorder
 from coarse.torch.ddp.outputs import find_tensors
 from coarse.torch.ddp.shared_parameters import averagers_of
 from coarse.torch.ddp.static_graph import StaticGraph
@@ -37,6 +39,7 @@ from coarse.torch.gradients.measures import fingerprints, measure_gradient
 from coarse.torch.gradients.registered_gradients import AveragingOptions, OffloadOptions, RegisteredGradients
 from coarse.torch.gradients.slot_window import SlotWindow
 from coarse.torch.gradients.used_up_gradients import UsedUpGradient
+from coarse.torch.operations import is_profiled, operation
 from coarse.torch.optimizer.remote_parameters import RemoteParameters
 from coarse.torch.optimizer.remote_updates import RemoteUpdates
 
@@ -81,6 +84,11 @@ class GradientSynchroniser:
         self.group, self._path, self._tables = registered.group, registered.path, registered.tables
         del registered  # tracebacks from imports by torch.compiler.disable() may keep this frame alive
         self._failpoints = session.failpoints
+        self._recorded = (
+            self.group if recorder.is_recording() and isinstance(self.group, TensorGroup) else None
+        )
+        self._is_profiled = False  # whether torch's profiler recorded the last forward
+        self._backward_began_ns = 0
         self._has_failpoints = bool(session.failpoints)
         self._updates: RemoteUpdates | None = None
         self._updates_in_backward: RemoteUpdates | None = None  # the same object, if backward updates
@@ -300,6 +308,7 @@ class GradientSynchroniser:
         self._restart()
         self._armed_in = None
         self._expecting = True
+        self._is_profiled = is_profiled()
         self._put_hooks_last()
         if self._static is not None:
             self._static.start_iteration()
@@ -431,11 +440,14 @@ class GradientSynchroniser:
         with self._lock:
             if self._armed_in is None:
                 self._arm()
+            if self._recorded is not None:
+                self._recorded.note_ready(index)
             if self._static is None or self._static.is_last(index, self._names):
                 self._push(index, parameter.grad)
 
     def _arm(self) -> None:
         self._armed_in = current_backward()
+        self._backward_began_ns = time.monotonic_ns()
         if self._updates_in_backward is not None and not self._is_prepared:
             if self._updates_in_backward.is_step_due:
                 raise gradient_errors.step_is_due(self._rank)
@@ -485,6 +497,13 @@ class GradientSynchroniser:
 
     def _send(self, index: int) -> None:
         """Contributes a parameter's `.grad` when its slot is free; nothing if it is None."""
+        if self._is_profiled:
+            with operation(f"push {self._names[index]}"):
+                self._send_now(index)
+        else:
+            self._send_now(index)
+
+    def _send_now(self, index: int) -> None:
         if self._turns is None:
             self._path.send(index, self._kind)
         else:
@@ -526,6 +545,7 @@ class GradientSynchroniser:
                 for parameter, used_up in zip(self._parameters, self._used_up, strict=True):
                     parameter.grad = used_up
                 self._updates_in_backward.end_backward(is_whole=not self._absent)
+        recorder.record("backward", self._backward_began_ns, time.monotonic_ns())
 
     def _push_tables(self) -> None:
         for index in self._tables.stage_rows(are_averaged=self._updates_in_backward is None):
@@ -533,9 +553,11 @@ class GradientSynchroniser:
 
     def _deliver_averages(self) -> None:
         self.has_local = False
-        contributors = self._path.collect(counts=bool(self._absent))
-        self._path.deliver(self._absent, contributors)
-        self._tables.deliver(contributors)
+        with operation("pull"):
+            contributors = self._path.collect(counts=bool(self._absent))
+        with operation("deliver averages"):
+            self._path.deliver(self._absent, contributors)
+            self._tables.deliver(contributors)
         if self._kind is UpdateKind.MEASURE:
             self._delivered = fingerprints([p.grad for p in self._parameters])
 

@@ -162,6 +162,7 @@ void AsyncReducer::refuseWaiting(Tensor& tensor, const char* reason) {
 }
 
 void AsyncReducer::run() {
+  nameThread("coarse results");
   while (true) {
     {
       std::unique_lock lock(mutex_);

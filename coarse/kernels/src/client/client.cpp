@@ -184,6 +184,8 @@ WaitStatus Client::push(std::uint32_t groupId, std::uint32_t tensorIndex, std::u
     throw std::logic_error("the tensor was pushed again before its last result was pulled");
   noteStep(group, tensorIndex, flags);
   const ShardRange shards = beginPush(groupId, tensorIndex);
+  const TimelineSpan span(
+      [&](TimelineEvent& event) { describeTensor(event, EventKind::kPush, group, tensorIndex); });
   const bool isElsewhere = group.copies != nullptr;
   if (isElsewhere && (flags & kPresent) != 0) bringTensor(group, tensor, source);
   const std::uint64_t tensorOffset = group.plan.shards[tensor.firstShard].offset;
@@ -213,6 +215,8 @@ WaitStatus Client::post(std::uint32_t groupId, const ShardRange& shards, std::ui
   Group& group = find(groupId);
   const std::uint32_t tensor = group.plan.shards[shards.first].tensor;
   if (group.tensors[tensor].firstShard == shards.first) noteStep(group, tensor, flags);
+  const TimelineSpan span(
+      [&](TimelineEvent& event) { describeTensor(event, EventKind::kPush, group, tensor); });
   const std::lock_guard lock(postMutex_);
   for (std::uint32_t i = shards.first; i < shards.last; ++i) {
     const WaitStatus status = postShard(group, i, shards.step, flags, &Client::checkPeers);
@@ -313,6 +317,8 @@ WaitStatus Client::pull(std::uint32_t groupId, std::uint32_t tensorIndex, void* 
   flush();
   Group& group = find(groupId);
   ClientTensor& tensor = tensorOf(group, tensorIndex);
+  const TimelineSpan span(
+      [&](TimelineEvent& event) { describeTensor(event, EventKind::kPull, group, tensorIndex); });
   const std::uint32_t end = tensor.firstShard + tensor.numShards;
   // A copy starts as soon as a few shards are complete; without a copy there is nothing to do before all are
   // complete.
@@ -343,6 +349,8 @@ WaitStatus Client::pullAll(std::uint32_t groupId, double timeoutSeconds) {
   if (isForked()) return WaitStatus::kForked;
   flush();
   Group& group = find(groupId);
+  const TimelineSpan span(
+      [&](TimelineEvent& event) { describeTensor(event, EventKind::kPull, group, kEveryTensor); });
   const auto numShards = static_cast<std::uint32_t>(group.plan.shards.size());
   const WaitStatus status = waitForShards(group, 0, numShards, WaitCause::kResults, timeoutSeconds);
   if (status != WaitStatus::kDone) return status;
@@ -496,6 +504,16 @@ WaitStatus Client::waitForShards(const Group& group, std::uint32_t first, std::u
   // Every unfinished shard needs its own completion, so an earlier wake-up would be useless.
   std::uint32_t numUnfinished = 0;
   for (std::uint32_t i = first; i < last; ++i) numUnfinished += isShardDone(group, i) ? 0 : 1;
+  if (numUnfinished == 0) return WaitStatus::kDone;
+  while (isShardDone(group, shard)) ++shard;
+  const TimelineSpan span([&](TimelineEvent& event) {
+    const std::uint32_t step = group.tensors[group.plan.shards[shard].tensor].step;
+    describe(event, EventKind::kWait, group, {shard, shard + 1, step});
+    for (std::size_t client = 0; client < std::min<std::size_t>(group.plan.numClients, 64); ++client) {
+      if (group.control.contribution(shard, client).step.load(std::memory_order_acquire) < step)
+        event.detail |= std::uint64_t{1} << client;
+    }
+  });
   return wait(areDone, completed + numUnfinished, cause, timeoutSeconds);
 }
 
@@ -566,6 +584,29 @@ WaitStatus Client::checkPeers() {
 }
 
 bool Client::isForked() const noexcept { return ::getpid() != pid_; }
+
+void Client::describe(TimelineEvent& event, EventKind kind, const Group& group,
+                      const ShardRange& shards) const noexcept {
+  event.kind = kind;
+  event.session = timelineSession_;
+  event.group = group.plan.id;
+  event.index = shards.first;
+  event.step = shards.step;
+  for (std::uint32_t i = shards.first; i < shards.last; ++i)
+    event.numBytes += group.plan.shards[i].numElements * itemBytes(group.plan.shards[i].dtype);
+}
+
+void Client::describeTensor(TimelineEvent& event, EventKind kind, const Group& group,
+                            std::uint32_t index) const noexcept {
+  const auto numShards = static_cast<std::uint32_t>(group.plan.shards.size());
+  if (index == kEveryTensor) {
+    describe(event, kind, group, {0, numShards, 0});
+  } else {
+    const ClientTensor& tensor = group.tensors[index];
+    describe(event, kind, group, {tensor.firstShard, tensor.firstShard + tensor.numShards, tensor.step});
+  }
+  event.index = index;
+}
 
 Client::Group& Client::find(std::uint32_t group) {
   const std::lock_guard lock(groupsMutex_);

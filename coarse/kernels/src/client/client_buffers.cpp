@@ -14,6 +14,10 @@ WaitStatus Client::allReduce(std::uint32_t groupId, void* buffer, std::size_t nu
   Group& group = find(groupId);
   BufferPieces pieces(group.plan, static_cast<std::byte*>(buffer), numElements, dtype, op);
   pieces.flags = isPresent ? kPresent : 0;
+  const TimelineSpan span([&](TimelineEvent& event) {
+    describe(event, EventKind::kBuffer, group, {});
+    event.numBytes = numElements * pieces.itemSize;
+  });
   // One half of the shards is reduced while the other half is copied out and in again.
   for (std::size_t begin = 0; begin < numElements + 2 * pieces.perHalf; begin += pieces.perHalf) {
     WaitStatus status = WaitStatus::kDone;

@@ -32,6 +32,8 @@ void Client::forEachShard(const Group& group, const std::vector<std::uint32_t>& 
 
 void Client::reducePieces(std::uint32_t groupId, const std::vector<std::uint32_t>& shards) {
   Group& group = find(groupId);
+  const TimelineSpan span(
+      [&](TimelineEvent& event) { describePieces(event, EventKind::kDirectReduce, group, shards); });
   const std::size_t numClients = group.plan.numClients;
   std::vector<const void*> inputs(numClients);
   forEachShard(group, shards, [&](const Shard& shard) {
@@ -47,6 +49,8 @@ void Client::reducePieces(std::uint32_t groupId, const std::vector<std::uint32_t
 
 void Client::copyPieces(std::uint32_t groupId, const std::vector<std::uint32_t>& shards) {
   Group& group = find(groupId);
+  const TimelineSpan span(
+      [&](TimelineEvent& event) { describePieces(event, EventKind::kDirectCopy, group, shards); });
   const std::size_t numClients = group.plan.numClients;
   forEachShard(group, shards, [&](const Shard& shard) {
     for (std::size_t client = 0; client < numClients; ++client) {
@@ -57,6 +61,14 @@ void Client::copyPieces(std::uint32_t groupId, const std::vector<std::uint32_t>&
                 (piece.end - piece.begin) * itemBytes(shard.dtype));
     }
   });
+}
+
+void Client::describePieces(TimelineEvent& event, EventKind kind, const Group& group,
+                            const std::vector<std::uint32_t>& shards) const noexcept {
+  for (const std::uint32_t shard : shards) {
+    if (shard < group.plan.shards.size()) describe(event, kind, group, {shard, shard + 1, 0});
+  }
+  if (!shards.empty()) event.index = shards.front();
 }
 
 const std::byte* Client::slotOf(const Group& group, std::size_t client, const Shard& shard) noexcept {

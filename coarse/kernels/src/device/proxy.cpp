@@ -10,6 +10,7 @@
 #include "coarse/recovery/recovery.hpp"
 #include "coarse/shared_memory/shard_queue.hpp"
 #include "coarse/tensors/shard_reducer.hpp"
+#include "coarse/timeline/recorder.hpp"
 
 namespace coarse {
 namespace {
@@ -21,6 +22,21 @@ constexpr std::size_t kCopiedTogetherBytes = std::size_t{16} << 20;  // to a rep
 RingEntry newestEntry(const TensorGroup& group, std::uint32_t shard) noexcept {
   return {group.plan().id, shard, group.control().contribution(shard, 0).step.load(std::memory_order_relaxed),
           0};
+}
+
+/// Records in the timeline that others than sync cores have finished a shard.
+void noteReduced(const TensorGroup& group, const RingEntry& entry) noexcept {
+  Recorder* const timeline = recorder();
+  if (timeline == nullptr) return;
+  const ShardShape shape = group.shape(entry.shard);
+  TimelineEvent event;
+  event.kind = EventKind::kReduced;
+  event.beginNs = timelineNow();
+  event.group = entry.group;
+  event.index = entry.shard;
+  event.step = entry.step;
+  event.numBytes = shape.numElements * itemBytes(shape.dtype);
+  timeline->record(event);
 }
 
 IntakeConfig intakeConfig(const ProxyConfig& config) {
@@ -143,7 +159,7 @@ void Proxy::finishNodesShard(TensorGroup& group, const RingEntry& entry) {
   if (!links_.isPaced()) return takeMean(group, entry);
   if (!group.usesDirectAllReduce(entry.shard)) return deviceExchange_->deliver(group, entry);
   // Each client's result counts as an arrival, which shows how late reduction and sockets are.
-  count(group.shape(entry.shard));
+  count(group, entry.shard);
   for (std::size_t client = 0; client < config_.numClients; ++client) {
     links_.at(timeOf(entry.completedAt, monotonicNow()), [this, entry, client](MonotonicNs) {
       TensorGroup* finished = groups_.find(entry.group);
@@ -157,6 +173,7 @@ void Proxy::openRings(const RingMemory& rings, const CollectiveMemory& collectiv
   const auto findGroup = [this](std::uint32_t group) { return groups_.find(group); };
   const auto finish = [this](TensorGroup& group, const RingEntry& entry, const ShardShape& shape) {
     count(group, entry.shard);
+    noteReduced(group, entry);
     for (const std::size_t client : config_.localClients) letPull(group, entry, shape, client);
   };
   if (!rings.bufferFds.empty()) {
@@ -263,6 +280,7 @@ void Proxy::addMemory(const std::shared_ptr<const TensorMemory>& memory) {
   }
   memories_.push_back({memory,
                        memory->makeCompute([this](const ShardTask& task) {
+                         if (!task.group->memory().isHost()) noteReduced(*task.group, task.entry);
                          if (task.arrays != nullptr) return task.arrays->finish();
                          if (task.pieces.empty()) return concludeShard(*task.group, task.entry);
                          deviceExchange_->reduced(task.entry);

@@ -2,9 +2,11 @@
 
 #include <algorithm>
 #include <exception>
+#include <string>
 #include <utility>
 
 #include "coarse/shared_memory/waiting.hpp"
+#include "coarse/timeline/recorder.hpp"
 
 namespace coarse {
 namespace {
@@ -81,6 +83,7 @@ void SyncCores::parkWhilePaused() {
 }
 
 void SyncCores::run(std::size_t core) {
+  nameThread(("sync core " + std::to_string(core)).c_str());
   if (config_.needsExactSleeps) makeSleepsExact();
   YieldingSpin spin(config_.spinBudget);
   std::uint32_t numTurns = 0;

@@ -7,6 +7,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "coarse/timeline/recorder.hpp"
+
 namespace coarse {
 namespace {
 
@@ -237,6 +239,16 @@ MonotonicNs Pacer::reserve(std::size_t source, std::size_t target, std::size_t n
   if (header().numLogged.load(std::memory_order_relaxed) < header().logCapacity) {
     write({static_cast<std::uint16_t>(source), static_cast<std::uint16_t>(target), tag, numBytes,
            from * usPerNs, begin * usPerNs, due * usPerNs});
+  }
+  if (Recorder* const timeline = recorder()) {
+    TimelineEvent event;
+    event.kind = EventKind::kTransfer;
+    event.beginNs = header().epoch + std::llround(begin);
+    event.durationNs = std::llround(due - begin);
+    event.numBytes = numBytes;
+    event.detail = source << 16 | target;
+    event.index = tag;
+    timeline->record(event);
   }
   return header().epoch + std::llround(due);
 }

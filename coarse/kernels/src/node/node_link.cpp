@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "coarse/node/node_socket.hpp"
+#include "coarse/timeline/recorder.hpp"
 
 namespace coarse {
 namespace {
@@ -56,12 +57,29 @@ void setOptions(int fd) {
 
 bool carriesData(FrameKind kind) { return kind == FrameKind::kPartial || kind == FrameKind::kResult; }
 
+/// Records a frame in the timeline, which ends now.
+void note(EventKind kind, std::size_t node, const FrameHeader& header, std::int64_t beginNs) noexcept {
+  Recorder* const timeline = recorder();
+  if (timeline == nullptr || !carriesData(header.kind)) return;
+  TimelineEvent event;
+  event.kind = kind;
+  event.beginNs = beginNs;
+  event.durationNs = timelineNow() - beginNs;
+  event.numBytes = header.payloadBytes;
+  event.detail = node;
+  event.group = header.group;
+  event.index = header.shard;
+  event.step = header.step;
+  timeline->record(event);
+}
+
 }  // namespace
 
 struct NodeLinks::Frame {
   FrameHeader header;
   FramePayload payload;
   std::size_t numSent = 0;  // header and payload together
+  std::int64_t queuedNs = timelineNow();
 
   std::size_t numBytes() const { return sizeof(header) + header.payloadBytes; }
 };
@@ -76,7 +94,8 @@ struct NodeLinks::Connection {
   FrameHeader header;
   std::size_t numReceived = 0;  // of header and payload
   FramePayload payload;
-  std::string text;  // of an abort
+  std::int64_t openedNs = 0;  // as the header had arrived
+  std::string text;           // of an abort
 
   std::mutex mutex;  // guards the members below
   std::deque<Frame> queue;
@@ -142,6 +161,7 @@ void NodeLinks::wake() noexcept {
 // ---- the thread ----
 
 void NodeLinks::run() {
+  nameThread("node links");
   auto nextLook = std::chrono::steady_clock::now() + kLookInterval;
   while (!isStopping_.load()) {
     waitForEvents(static_cast<int>(kLookInterval.count()));
@@ -286,7 +306,9 @@ bool NodeLinks::sendSome(Connection& connection) {
     const std::size_t part = std::min(left, frame.numBytes() - frame.numSent);
     frame.numSent += part;
     left -= part;
-    if (frame.numSent == frame.numBytes()) connection.queue.pop_front();
+    if (frame.numSent < frame.numBytes()) continue;
+    note(EventKind::kNodeSend, connection.node, frame.header, frame.queuedNs);
+    connection.queue.pop_front();
   }
   return true;
 }
@@ -353,6 +375,7 @@ void NodeLinks::open(Connection& connection) {
   if (header.magic != kFrameMagic) throw LinkError("it sent something that is no frame");
   if (connection.hasSaidBye) throw LinkError("it sent a frame after its goodbye");
   if (carriesData(header.kind)) {
+    connection.openedNs = timelineNow();
     connection.payload = receiver_.open(connection.node, header);
     return;
   }
@@ -370,6 +393,7 @@ void NodeLinks::open(Connection& connection) {
 void NodeLinks::close(Connection& connection) {
   const FrameHeader& header = connection.header;
   if (carriesData(header.kind)) {
+    note(EventKind::kNodeReceive, connection.node, header, connection.openedNs);
     receiver_.close(connection.node, header, connection.payload);
   } else if (header.kind == FrameKind::kLeft) {
     receiver_.event({NodeEvent::Kind::kLeft, connection.node, header.shard, {}});

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "coarse/shared_memory/waiting.hpp"
+#include "coarse/timeline/recorder.hpp"
 
 namespace coarse {
 namespace {
@@ -276,6 +277,11 @@ bool SnapshotStore::copyToPool(std::uint32_t snapshot, const BlockInPlace& block
   const bool isWarm = control_.isWarm(block.block).load(std::memory_order_acquire) != 0;
   const BlockState kept =
       isWarm && isCommonFree(block.block, begun) ? BlockState::kCommon : BlockState::kKept;
+  const TimelineSpan span([&](TimelineEvent& event) {
+    event.kind = EventKind::kSnapshotCopy;
+    event.index = static_cast<std::uint32_t>(block.block);
+    event.numBytes = blockBytes_[block.block];
+  });
   if (!pool_->store(block.block, roomOf(snapshot, kept), block.current)) {
     meters.takenBytes.fetch_sub(needed, std::memory_order_relaxed);
     return false;
@@ -292,6 +298,11 @@ bool SnapshotStore::copyToPool(std::uint32_t snapshot, const BlockInPlace& block
 /// is spent.
 void SnapshotStore::waitForRoom(std::uint32_t snapshot, std::size_t block, std::uint32_t seenFrees) noexcept {
   SnapshotMeters& meters = control_.meters();
+  const TimelineSpan span([&](TimelineEvent& event) {
+    event.kind = EventKind::kSnapshotWait;
+    event.index = static_cast<std::uint32_t>(block);
+    event.numBytes = blockBytes_[block];
+  });
   const auto begin = Clock::now();
   while (isLive(snapshot) && isPending(snapshot, block) &&
          meters.frees.load(std::memory_order_acquire) == seenFrees) {

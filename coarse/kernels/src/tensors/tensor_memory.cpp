@@ -6,6 +6,7 @@
 #include "coarse/reduce/copy.hpp"
 #include "coarse/tensors/shard_reducer.hpp"
 #include "coarse/tensors/tensor_group.hpp"
+#include "coarse/timeline/recorder.hpp"
 
 namespace coarse {
 namespace {
@@ -15,15 +16,32 @@ class HostCompute : public ShardCompute {
  public:
   explicit HostCompute(Finish finish) : finish_(std::move(finish)) {}
   void begin(const ShardTask& task) override {
+    compute(task);
+    finish_(task);
+  }
+
+ private:
+  static void compute(const ShardTask& task) noexcept {
+    const TimelineSpan span([&](TimelineEvent& event) { describe(event, task); });
     if (task.pieces.empty()) {
       computeShard(*task.group, task.entry.shard);
     } else {
       reducePieces(*task.group, task.entry.shard, task.pieces);
     }
-    finish_(task);
   }
 
- private:
+  static void describe(TimelineEvent& event, const ShardTask& task) noexcept {
+    const std::uint32_t shard = task.entry.shard;
+    const ShardShape shape = task.group->shape(shard);
+    std::size_t numElements = task.pieces.empty() ? shape.numElements : 0;
+    for (const ShardPiece& piece : task.pieces) numElements += piece.end - piece.begin;
+    event.kind = task.group->isUpdate(shard) ? EventKind::kUpdate : EventKind::kReduce;
+    event.group = task.group->plan().id;
+    event.index = shard;
+    event.step = task.entry.step;
+    event.numBytes = numElements * itemBytes(shape.dtype);
+  }
+
   Finish finish_;
 };
 

@@ -21,6 +21,7 @@
 #include "coarse/shared_memory/probe_request.hpp"
 #include "coarse/shared_memory/shared_memory.hpp"
 #include "coarse/tensors/tensor_group.hpp"
+#include "coarse/timeline/recorder.hpp"
 
 namespace coarse {
 
@@ -179,6 +180,9 @@ class Client {
   WaitStatus probe(std::uint32_t group, const std::vector<ClientProbe>& probes, double timeoutSeconds,
                    std::vector<double>& seconds);
 
+  /// This client in the timeline of its process.
+  std::uint16_t timelineSession() const noexcept { return timelineSession_; }
+
   /// The memory device whose socket was closed, or that made no progress for too long.
   std::size_t lostDevice() const noexcept { return lostDevice_; }
 
@@ -239,6 +243,15 @@ class Client {
   WaitStatus postDescriptor(std::uint16_t device, Descriptor descriptor, std::size_t numBytes,
                             Health health = &Client::health);
   void ringHeldBack() noexcept;
+  /// Fills in an event of these shards of a group.
+  void describe(TimelineEvent& event, EventKind kind, const Group& group,
+                const ShardRange& shards) const noexcept;
+  /// The same for any of its shards.
+  void describePieces(TimelineEvent& event, EventKind kind, const Group& group,
+                      const std::vector<std::uint32_t>& shards) const noexcept;
+  /// The same for a tensor, or for kEveryTensor.
+  void describeTensor(TimelineEvent& event, EventKind kind, const Group& group,
+                      std::uint32_t tensor) const noexcept;
   WaitStatus waitForShards(const Group& group, std::uint32_t first, std::uint32_t last, WaitCause cause,
                            double timeoutSeconds);
   void noteStep(Group& group, std::uint32_t tensor, std::uint8_t flags) noexcept;
@@ -273,6 +286,7 @@ class Client {
   std::atomic<const Group*> stepGroup_ = nullptr;  // the largest group, whose pushes are timed as steps
   std::mutex peersMutex_;                          // guards heartbeats_
   std::atomic<std::size_t> lostDevice_ = 0;
+  std::uint16_t timelineSession_ = nextTimelineSession();
   pid_t pid_;
 };
 
