@@ -23,6 +23,7 @@ TraceEvent: TypeAlias = dict[str, Any]
 """One element of "traceEvents"; `ts` and `dur` in microseconds."""
 
 _PIDS_PER_NODE = 10_000_000  # more than Linux numbers
+_MOST_CLIENTS_IN_DETAIL = 64  # Event.detail of a wait has a bit for each
 _MOST_BINS = 2000
 _LEAST_BIN_NS = 1_000_000
 
@@ -106,10 +107,18 @@ class _Names:
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self._of_device: dict[tuple[str, int, int], GroupNames] = {}
+        self._pushed_ns: dict[tuple[Any, ...], int] = {}  # by group, tensor, step and rank
         for part in parts:
             for group in part.groups.values():
                 for pid in group.device_pids:
                     self._of_device[part.host, pid, group.group] = group
+            self._note_pushes(part)
+
+    def _note_pushes(self, part: Part) -> None:
+        for event in part.events:
+            if event.kind == kinds.PUSH and (group := self.group(part, event)) is not None:
+                key = *self.key(part, group), event.number, event.step, part.process.number
+                self._pushed_ns[key] = event.end_ns
 
     def group(self, part: Part, event: Event) -> GroupNames | None:
         """The group of an event; None if it has none, or if its worker was killed before it could name it."""
@@ -122,6 +131,20 @@ class _Names:
     def key(self, part: Part, group: GroupNames) -> tuple[str, tuple[int, ...], int]:
         """A key of the group that its workers and memory devices share."""
         return part.host, tuple(group.device_pids), group.group
+
+    def late_ranks(self, part: Part, group: GroupNames, event: Event) -> list[int]:
+        """The other workers for which a wait began to wait: those that had not finished their push.
+
+        The event says whose contributions memory devices had not taken; some of these may have pushed nevertheless.
+        """
+        tensor = _tensor_of(group, event.number)
+        late = []
+        for client, rank in enumerate(group.ranks[:_MOST_CLIENTS_IN_DETAIL]):
+            key = *self.key(part, group), tensor, event.step, rank
+            is_missing = event.detail >> client & 1 and rank != part.process.number
+            if is_missing and self._pushed_ns.get(key, event.end_ns) > event.begin_ns:
+                late.append(rank)
+        return late
 
 
 def _title(part: Part) -> str:
@@ -154,16 +177,14 @@ def _shard_name(group: GroupNames | None, event: Event) -> str:
     return f"{group.tensors[tensor]}{number}"
 
 
-def _reason(group: GroupNames | None, event: Event) -> str:
-    """The reason of a wait: workers that had not contributed as it began, or else what follows."""
-    missing = [client for client in range(64) if event.detail >> client & 1]
-    if not missing:
+def _reason(late_ranks: Sequence[int]) -> str:
+    """The reason of a wait: workers that had not pushed as it began, or else what follows."""
+    if not late_ranks:
         return "memory devices"
-    ranks = [group.ranks[client] if group else client for client in missing]
-    return f"worker{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    return f"worker{'s' if len(late_ranks) > 1 else ''} {', '.join(map(str, late_ranks))}"
 
 
-def _name(part: Part, event: Event, group: GroupNames | None) -> str:
+def _name(part: Part, event: Event, group: GroupNames | None, names: _Names) -> str:
     if event.kind == kinds.SPAN:
         return part.names.get(event.number, f"name {event.number}")
     if event.kind in _TENSOR_VERBS:
@@ -171,7 +192,7 @@ def _name(part: Part, event: Event, group: GroupNames | None) -> str:
     if event.kind in _SHARD_VERBS:
         return f"{_SHARD_VERBS[event.kind]} {_shard_name(group, event)}"
     if event.kind == kinds.WAIT:
-        return f"wait for {_reason(group, event)}"
+        return f"wait for {_reason(names.late_ranks(part, group, event) if group else [])}"
     if event.kind == kinds.TRANSFER:
         source, target = event.detail >> 16, event.detail & 0xFFFF
         return f"{_endpoint(part, source)} to {_endpoint(part, target)}"
@@ -218,7 +239,7 @@ def _slices(part: Part, clock: _Clock, names: _Names) -> Iterator[TraceEvent]:
         )
     for number, event in enumerate(part.events):
         group = names.group(part, event)
-        name, arguments = _name(part, event, group), _arguments(event, group)
+        name, arguments = _name(part, event, group, names), _arguments(event, group)
         if event.kind in _LINK_KINDS:
             yield from _transfer(part, clock, event, name, arguments, number)
         elif event.duration_ns == INSTANT:

@@ -255,14 +255,23 @@ def test_shards_have_the_names_of_their_tensors_and_arrows_to_their_pulls(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("missing", "name"),
-    [(0, "wait for memory devices"), (2, "wait for worker 5"), (3, "wait for workers 4, 5")],
+    ("missing", "pushed_ms", "name"),
+    [
+        (0, 3, "wait for memory devices"),
+        (2, 3, "wait for worker 5"),
+        (2, 5, "wait for worker 5"),  # its push was not finished, or never came
+        (2, 0, "wait for memory devices"),  # pushed, and not taken yet
+        (1, 3, "wait for memory devices"),  # only its own is not taken yet
+        (3, 3, "wait for worker 5"),
+    ],
 )
-def test_a_wait_names_the_workers_that_had_not_pushed(tmp_path, missing, name):
+def test_a_wait_names_the_workers_that_had_not_pushed(tmp_path, missing, pushed_ms, name):
+    waiting = event(kinds.WAIT, 2, 4, index=2, detail=missing)
+    other = event(kinds.PUSH, pushed_ms, pushed_ms + 1, index=1)
     trace = written(
-        tmp_path, [part_of(process(number=4), 11, [event(kinds.WAIT, 1, 2, index=2, detail=missing)])]
+        tmp_path, [part_of(process(number=4), 11, [waiting]), part_of(process(number=5), 12, [other])]
     )
-    (wait,) = trace.slices
+    (wait,) = trace.named("wait")
     assert (wait.name, wait.category) == (name, "wait")
     assert wait.arguments == {"bytes": 4096, "step": 1, "group": "model", "shard": "bias"}
 
