@@ -21,15 +21,24 @@ from matplotlib.patches import Patch
 
 from coarse.profiler.figures import COLOURS, save_figure
 
-ROWS = (
-    ("forward", "backward", "step"),
-    ("push", "pull", "reduce own", "copy pieces"),
-    ("wait for",),
-)
-"""Kinds of a worker's slices in the rows of its threads, from the top; sync cores have one row."""
+ROWS = {
+    "": ("forward", "backward", "step"),
+    "push, pull": ("push", "pull", "reduce own", "copy pieces"),
+    "waits": ("wait for",),
+}
+"""Kinds of a worker's slices in each of its rows; a sync core has one row."""
 
-KINDS = ("forward", "backward", "step", "push", "pull", "wait for", "reduce", "update", "keep old version")
-COLOUR_OF = dict(zip(KINDS, (*COLOURS[:7], COLOURS[7], "0.6"), strict=True))
+COLOUR_OF = {
+    "forward": COLOURS[0],
+    "backward": COLOURS[1],
+    "step": COLOURS[2],
+    "push": COLOURS[3],
+    "pull": COLOURS[4],
+    "wait for": "0.75",
+    "reduce": COLOURS[6],
+    "update": COLOURS[5],
+    "keep old version": COLOURS[7],
+}
 
 Slice = dict[str, Any]
 
@@ -76,7 +85,7 @@ def draw(events: list[Slice], begin_us: float, end_us: float, title: str) -> Fig
     axes.set_title(title)
     axes.spines[["top", "right"]].set_visible(False)
     used = {kind_of(each["name"]) for each in shown}
-    patches = [Patch(color=COLOUR_OF[kind], label=kind) for kind in KINDS if kind in used]
+    patches = [Patch(color=COLOUR_OF[kind], label=kind) for kind in COLOUR_OF if kind in used]
     figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), frameon=False)
     return figure
 
@@ -87,9 +96,9 @@ def rows(events: list[Slice], shown: list[Slice]) -> Iterator[tuple[str, list[Sl
     threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     for pid, name in names.items():
         if name.startswith("worker"):
-            for kinds in ROWS:
+            for label, kinds in ROWS.items():
                 if slices := [e for e in shown if e["pid"] == pid and e["name"].startswith(kinds)]:
-                    yield (name if kinds is ROWS[0] else ""), slices
+                    yield label or name, slices
             continue
         for (of, tid), thread in sorted(threads.items()):
             if of == pid and (slices := [e for e in shown if (e["pid"], e["tid"]) == (pid, tid)]):
@@ -98,7 +107,7 @@ def rows(events: list[Slice], shown: list[Slice]) -> Iterator[tuple[str, list[Sl
 
 def kind_of(name: str) -> str:
     """The kind of work that a slice's name begins with; "" for others."""
-    return next((kind for kind in KINDS if name.startswith(kind)), "")
+    return next((kind for kind in COLOUR_OF if name.startswith(kind)), "")
 
 
 def bar(axes: Axes, row: int, each: Slice, begin_us: float, end_us: float) -> None:

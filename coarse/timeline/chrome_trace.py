@@ -54,8 +54,7 @@ def trace_of(parts: Sequence[Part]) -> dict[str, Any]:
     """A trace as an object for JSON.
 
     Args:
-        parts: Those of all processes. Their clocks are compared by the time of day of their machines, unless all are
-            of one node.
+        parts: Those of all processes. Clocks of several machines are compared by their time of day.
     """
     clock = _Clock(parts)
     names = _Names(parts)
@@ -80,19 +79,22 @@ def _notes(parts: Sequence[Part], clock: _Clock) -> dict[str, Any]:
 
 
 class _Clock:
-    """Puts the clocks of all nodes on the first part's, and starts it with the first event."""
+    """Puts the clocks of all machines on the first one's, and starts it with the first event."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
-        is_one_node = len({(part.host, part.process.node) for part in parts}) == 1
-        base_ns = parts[0].clock_offset_ns if parts else 0
-        self.kind = "monotonic clock of the node" if is_one_node else "time of day of each node"
-        self._shift_ns = {id(part): 0 if is_one_node else part.clock_offset_ns - base_ns for part in parts}
-        firsts = [self._shift_ns[id(part)] + part.events[0].begin_ns for part in parts if part.events]
+        # One difference for each machine: its processes have read the time of day at different times.
+        offsets_ns = {part.boot_id: part.clock_offset_ns for part in reversed(parts)}
+        first_ns = parts[0].clock_offset_ns if parts else 0
+        self.kind = (
+            "monotonic" if len(offsets_ns) <= 1 else "monotonic, shifted by each machine's time of day"
+        )
+        self._shift_ns = {boot_id: offset_ns - first_ns for boot_id, offset_ns in offsets_ns.items()}
+        firsts = [self._shift_ns[part.boot_id] + part.events[0].begin_ns for part in parts if part.events]
         self._start_ns = min(firsts, default=0)
 
     def ns(self, part: Part, ns: int) -> int:
         """Nanoseconds since the start of the trace."""
-        return ns + self._shift_ns[id(part)] - self._start_ns
+        return ns + self._shift_ns[part.boot_id] - self._start_ns
 
     def us(self, part: Part, ns: int) -> float:
         """The same in microseconds, as traces have it."""

@@ -77,6 +77,7 @@ class Part:
     Args:
         process: The process.
         pid, host: Its process id, and its machine's name.
+        boot_id: The same for all processes that share its monotonic clock.
         clock_offset_ns: The time since 1970 minus its monotonic clock, in nanoseconds.
         names: Names of spans, by number.
         groups: Tensor groups, by session and number.
@@ -88,6 +89,7 @@ class Part:
     process: Process
     pid: int
     host: str
+    boot_id: str
     clock_offset_ns: int
     names: dict[int, str] = field(default_factory=dict)
     groups: dict[tuple[int, int], GroupNames] = field(default_factory=dict)
@@ -120,12 +122,25 @@ def _read(file: Path) -> Iterator[Part]:
     lines = [line for line in map(_parsed, file.read_text(encoding="utf-8").splitlines()) if line]
     if not lines or "process" not in lines[0]:
         return
-    described = lines[0]["process"]
+    try:
+        part = _described(lines)
+    except (KeyError, TypeError) as error:
+        raise TimelineError(f"{file} is of another version of COARSE: {error}") from None
+    events = file.with_suffix(EVENTS_SUFFIX)
+    if events.exists():
+        _read_events(events, part)
+    yield part
+
+
+def _described(lines: list[dict[str, Any]]) -> Part:
+    """A part without events."""
+    process = lines[0]["process"]
     part = Part(
-        pid=described.pop("pid"),
-        host=described.pop("host"),
-        clock_offset_ns=described.pop("realtime_minus_monotonic_ns"),
-        process=Process(**described),
+        pid=process.pop("pid"),
+        host=process.pop("host"),
+        boot_id=process.pop("boot_id"),
+        clock_offset_ns=process.pop("realtime_minus_monotonic_ns"),
+        process=Process(**process),
     )
     for line in lines[1:]:
         if "name" in line:
@@ -133,10 +148,7 @@ def _read(file: Path) -> Iterator[Part]:
         else:
             group = GroupNames(**line["group"])
             part.groups[group.session, group.group] = group
-    events = file.with_suffix(EVENTS_SUFFIX)
-    if events.exists():
-        _read_events(events, part)
-    yield part
+    return part
 
 
 def _parsed(line: str) -> dict[str, Any]:

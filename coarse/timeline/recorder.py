@@ -146,6 +146,7 @@ def _clock_and_place() -> dict[str, object]:
     return {
         "pid": os.getpid(),
         "host": socket.gethostname(),
+        "boot_id": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
         "realtime_minus_monotonic_ns": time.time_ns() - time.monotonic_ns(),
     }
 

@@ -2,7 +2,7 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
-#include <atomic>
+#include <cstdint>
 #include <set>
 #include <stdexcept>
 #include <string>
@@ -20,7 +20,7 @@ constexpr std::size_t kCapacity = 64;
 /// A recorder over memory as a new file has it.
 struct Recording {
   explicit Recording(std::size_t capacity = kCapacity)
-      : memory(Recorder::numBytes(capacity) / sizeof(TimelineCell)),
+      : memory(Recorder::numBytes(capacity) / sizeof(std::uint64_t)),
         base(reinterpret_cast<std::byte*>(memory.data())),
         recorder(base, capacity) {}
   const TimelineHeader& header() const { return *reinterpret_cast<const TimelineHeader*>(base); }
@@ -28,7 +28,7 @@ struct Recording {
     return reinterpret_cast<const TimelineCell*>(base + kTimelineHeaderBytes)[position];
   }
 
-  std::vector<TimelineCell> memory;
+  std::vector<std::uint64_t> memory;
   std::byte* base;
   Recorder recorder;
 };
@@ -73,7 +73,7 @@ TEST(Timeline, GivesEachThreadALaneWithItsName) {
 }
 
 TEST(Timeline, RefusesANumberOfEventsThatIsNoPowerOfTwo) {
-  std::vector<TimelineCell> memory(Recorder::numBytes(kCapacity) / sizeof(TimelineCell));
+  std::vector<std::uint64_t> memory(Recorder::numBytes(kCapacity) / sizeof(std::uint64_t));
   EXPECT_THROW(Recorder(reinterpret_cast<std::byte*>(memory.data()), kCapacity - 1), std::invalid_argument);
 }
 
@@ -94,7 +94,7 @@ TEST(Timeline, RecordsSpansOnlyWhileItIsOpen) {
   EXPECT_EQ(header->magic, kTimelineMagic);
   EXPECT_EQ(header->next, 1U);
   const auto& cell = *reinterpret_cast<const TimelineCell*>(file.data() + kTimelineHeaderBytes);
-  EXPECT_GE(cell.event.beginNs, before);
+  EXPECT_GE(cell.event.startNs, before);
   EXPECT_GE(cell.event.durationNs, 0);
   ::close(fd);
 }

@@ -116,6 +116,14 @@ def test_a_file_that_is_no_part_is_refused_by_its_name(target):
         read_parts(parts_folder(target))
 
 
+def test_names_of_another_version_are_refused_by_their_file(target):
+    record_spans(target, 1, num_events=8)
+    (names,) = parts_folder(target).glob("*.jsonl")
+    names.write_text(names.read_text().replace('"boot_id"', '"boot"'))
+    with pytest.raises(TimelineError, match=f"{names.name} is of another version"):
+        read_parts(parts_folder(target))
+
+
 def test_without_parts_there_is_no_trace(target):
     with pytest.raises(TimelineError, match=r"trace\.json\.parts has no parts"):
         merge(target)
@@ -225,6 +233,7 @@ def part_of(process, pid, events, *, host="here", clock_offset_ns=0):
         process=process,
         pid=pid,
         host=host,
+        boot_id=f"boot of {host}",
         clock_offset_ns=clock_offset_ns,
         groups=groups,
         lanes=[Lane(pid, "python")],
@@ -297,9 +306,23 @@ def test_nodes_are_compared_by_their_time_of_day(tmp_path):
         process(number=1, node=1), 11, [event(kinds.PUSH, 7, 8)], host="there", clock_offset_ns=100 * MS
     )
     trace = written(tmp_path, [near, far])
-    assert trace.notes["clock"] == "time of day of each node"
+    assert trace.notes["clock"] == "monotonic, shifted by each machine's time of day"
     begins = {each.process: each.begin_ns for each in trace.slices}
     assert begins == {"worker 0": 0, "worker 1 of node 1": 2 * MS}
+
+
+def test_processes_of_a_machine_keep_their_order_though_its_time_of_day_was_set(tmp_path):
+    parts = [
+        part_of(
+            process(number=number),
+            11 + number,
+            [event(kinds.PUSH, number, number + 1)],
+            clock_offset_ns=offset,
+        )
+        for number, offset in ((0, 9 * MS), (1, 0))
+    ]
+    begins = {each.process: each.begin_ns for each in written(tmp_path, parts).slices}
+    assert begins == {"worker 0": 0, "worker 1": MS}
 
 
 def test_a_restarted_worker_is_a_process_of_its_own(tmp_path):

@@ -6,12 +6,12 @@ namespace py = pybind11;
 namespace coarse {
 namespace {
 
-void recordSpan(std::uint32_t name, std::int64_t beginNs, std::int64_t durationNs) {
+void recordSpan(std::uint32_t name, std::int64_t startNs, std::int64_t durationNs) {
   Recorder* const active = recorder();
   if (active == nullptr) return;
   TimelineEvent event;
   event.index = name;
-  event.beginNs = beginNs;
+  event.startNs = startNs;
   event.durationNs = durationNs;
   active->record(event);
 }
@@ -24,7 +24,7 @@ void recordReady(std::uint16_t session, std::uint32_t group, std::uint32_t tenso
   event.session = session;
   event.group = group;
   event.index = tensor;
-  event.beginNs = timelineNow();
+  event.startNs = timelineNow();
   active->record(event);
 }
 

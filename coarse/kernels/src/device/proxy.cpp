@@ -31,7 +31,7 @@ void noteReduced(const TensorGroup& group, const RingEntry& entry) noexcept {
   const ShardShape shape = group.shape(entry.shard);
   TimelineEvent event;
   event.kind = EventKind::kReduced;
-  event.beginNs = timelineNow();
+  event.startNs = timelineNow();
   event.group = entry.group;
   event.index = entry.shard;
   event.step = entry.step;

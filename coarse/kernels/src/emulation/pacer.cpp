@@ -243,7 +243,7 @@ MonotonicNs Pacer::reserve(std::size_t source, std::size_t target, std::size_t n
   if (Recorder* const timeline = recorder()) {
     TimelineEvent event;
     event.kind = EventKind::kTransfer;
-    event.beginNs = header().epoch + std::llround(begin);
+    event.startNs = header().epoch + std::llround(begin);
     event.durationNs = std::llround(due - begin);
     event.numBytes = numBytes;
     event.detail = source << 16 | target;

@@ -58,13 +58,13 @@ void setOptions(int fd) {
 bool carriesData(FrameKind kind) { return kind == FrameKind::kPartial || kind == FrameKind::kResult; }
 
 /// Records a frame in the timeline, which ends now.
-void note(EventKind kind, std::size_t node, const FrameHeader& header, std::int64_t beginNs) noexcept {
+void note(EventKind kind, std::size_t node, const FrameHeader& header, std::int64_t startNs) noexcept {
   Recorder* const timeline = recorder();
   if (timeline == nullptr || !carriesData(header.kind)) return;
   TimelineEvent event;
   event.kind = kind;
-  event.beginNs = beginNs;
-  event.durationNs = timelineNow() - beginNs;
+  event.startNs = startNs;
+  event.durationNs = timelineNow() - startNs;
   event.numBytes = header.payloadBytes;
   event.detail = node;
   event.group = header.group;

@@ -47,9 +47,10 @@ void Recorder::record(TimelineEvent event) noexcept {
   event.lane = laneOfThread();
   const std::uint64_t position = header_->next.fetch_add(1, std::memory_order_relaxed);
   TimelineCell& cell = cells_[position & mask_];
-  // Readers come after this process has ended, perhaps in the middle of this function.
+  // Readers come after this process has ended, perhaps in the middle of this function: as for a signal
+  // handler, only the compiler must keep the order.
   cell.commit.store(0, std::memory_order_relaxed);
-  std::atomic_thread_fence(std::memory_order_release);
+  std::atomic_signal_fence(std::memory_order_release);
   cell.event = event;
   cell.commit.store(position + 1, std::memory_order_release);
 }

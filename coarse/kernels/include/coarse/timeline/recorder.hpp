@@ -36,7 +36,7 @@ inline constexpr std::uint32_t kEveryTensor = 0xFFFFFFFF;
 
 /// One event. Times are those of CLOCK_MONOTONIC, which all processes of a node share.
 struct TimelineEvent {
-  std::int64_t beginNs = 0;
+  std::int64_t startNs = 0;
   std::int64_t durationNs = kInstant;
   std::uint64_t numBytes = 0;
   std::uint64_t detail = 0;
@@ -130,13 +130,13 @@ class TimelineSpan {
   explicit TimelineSpan(const Describe& describe) noexcept : recorder_(recorder()) {
     if (recorder_ == nullptr) return;
     describe(event_);
-    event_.beginNs = timelineNow();
+    event_.startNs = timelineNow();
   }
   TimelineSpan(const TimelineSpan&) = delete;
   TimelineSpan& operator=(const TimelineSpan&) = delete;
   ~TimelineSpan() {
     if (recorder_ == nullptr) return;
-    event_.durationNs = timelineNow() - event_.beginNs;
+    event_.durationNs = timelineNow() - event_.startNs;
     recorder_->record(event_);
   }
 
