@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 from chrome_trace import read_trace
 from run_harness import LIMIT_S, coarse_run, environment, spawned
 
+from coarse.cli.main import main
 from coarse.tuning.first_steps import TIMED_STEPS
 
 pytest.importorskip("torch", reason="coarse.torch needs PyTorch")
@@ -239,6 +242,44 @@ def test_torchrun_leaves_parts_which_the_command_merges(tmp_path):
         )
     assert set(read_trace(tmp_path / "trace.json").processes.values()) == {*WORKERS, *DEVICES}
     assert os.listdir(tmp_path) == ["trace.json"]
+
+
+def test_nodes_leave_parts_which_the_command_merges(tmp_path):
+    target = tmp_path / "trace.json"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    place = ("--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", port)
+    with contextlib.ExitStack() as stack:
+        launchers = [
+            stack.enter_context(
+                spawned(
+                    *("-n", "1", *place, "--node-rank", node, "--timeline", str(target), str(SCRIPT)),
+                    stderr=PIPE,
+                    COARSE_NODE=f"node{node}",
+                )
+            )
+            for node in "01"
+        ]
+        for launcher in launchers:
+            _, stderr = launcher.communicate(timeout=LIMIT_S)
+            assert f"run `coarse timeline merge {target}`" in stderr.decode()
+            assert launcher.returncode == 0
+    assert main(["timeline", "merge", str(target)]) == 0
+    trace = read_trace(target)
+    assert set(trace.processes.values()) == {
+        "worker 0",
+        "worker 1 of node 1",
+        "memory device md0",
+        "memory device md0 of node 1",
+    }
+    assert trace.notes["clock"] == "monotonic"  # the nodes are one machine
+    for tensor in TENSORS:
+        assert len(trace.named(f"reduce {tensor}")) >= STEPS
+    names = {each.name for each in trace.transfers}
+    assert {"to node 1: 2.bias", "from node 0: 2.bias"} <= names or {
+        "to node 0: 2.bias",
+        "from node 1: 2.bias",
+    } <= names
 
 
 def test_a_folder_that_does_not_exist_is_refused_before_anything_starts(tmp_path):

@@ -24,18 +24,23 @@ RingEntry newestEntry(const TensorGroup& group, std::uint32_t shard) noexcept {
           0};
 }
 
+void describe(TimelineEvent& event, EventKind kind, const TensorGroup& group,
+              const RingEntry& entry) noexcept {
+  const ShardShape shape = group.shape(entry.shard);
+  event.kind = kind;
+  event.group = group.plan().id;
+  event.index = entry.shard;
+  event.step = entry.step;
+  event.numBytes = shape.numElements * itemBytes(shape.dtype);
+}
+
 /// Records in the timeline that others than sync cores have finished a shard.
 void noteReduced(const TensorGroup& group, const RingEntry& entry) noexcept {
   Recorder* const timeline = recorder();
   if (timeline == nullptr) return;
-  const ShardShape shape = group.shape(entry.shard);
   TimelineEvent event;
-  event.kind = EventKind::kReduced;
+  describe(event, EventKind::kReduced, group, entry);
   event.startNs = timelineNow();
-  event.group = entry.group;
-  event.index = entry.shard;
-  event.step = entry.step;
-  event.numBytes = shape.numElements * itemBytes(shape.dtype);
   timeline->record(event);
 }
 
@@ -543,7 +548,11 @@ std::optional<MonotonicNs> Proxy::untilNext() const noexcept {
 /// from the thread of the node links.
 void Proxy::reduceForNodes(TensorGroup& group, const RingEntry& entry, ShardArrays arrays) {
   if (group.memory().isHost()) {
-    reduceArrays(group, entry.shard, arrays);
+    {
+      const TimelineSpan span(
+          [&](TimelineEvent& event) { describe(event, EventKind::kReduce, group, entry); });
+      reduceArrays(group, entry.shard, arrays);
+    }
     return arrays.finish();
   }
   ShardTask task{&group, entry};
