@@ -6,10 +6,11 @@ Each patch applies only to models of coarse.tensorflow.Strategy, once per proces
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -18,6 +19,7 @@ from coarse.errors import CoarseError
 from coarse.tensorflow.callbacks import guard, share_restored
 from coarse.tensorflow.replacing import replaces
 from coarse.tensorflow.saving import write_whole_files
+from coarse.timeline import recorder
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +58,7 @@ def apply(strategy_class: Any) -> None:
     _patch_shuffling(trainer.TFEpochIterator, strategy_class)
     for method in ("fit", "train_on_batch"):
         _patch_training(trainer.TensorFlowTrainer, method, strategy_class)
+    _patch_steps(trainer.TensorFlowTrainer)
     for method in ("evaluate", "predict"):
         _patch_inference(trainer.TensorFlowTrainer, method, strategy_class)
     _patch_compile(Trainer, strategy_class)
@@ -165,6 +168,27 @@ def _patch_training(trainer_class: Any, method: str, strategy_class: Any) -> Non
         if isinstance(self._distribute_strategy, strategy_class):
             self._distribute_strategy.extended._meet("ending fit()")
         return returned
+
+
+def _patch_steps(trainer_class: Any) -> None:
+    """Records the steps of fit() in the timeline, if this process records one."""
+
+    @replaces(trainer_class, "make_train_function")
+    def make_train_function(original: Any, self: Any, *arguments: Any, **keywords: Any) -> Any:
+        before = self.train_function
+        returned = original(self, *arguments, **keywords)
+        if recorder.is_recording() and self.train_function is not before:
+            self.train_function = _recorded(self.train_function)
+        return returned
+
+
+def _recorded(step: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(step)
+    def recorded(*arguments: Any) -> Any:
+        with recorder.span("train step"):
+            return step(*arguments)
+
+    return recorded
 
 
 @contextlib.contextmanager
