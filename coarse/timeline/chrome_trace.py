@@ -10,10 +10,11 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
+import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, TextIO, TypeAlias
 
 from coarse.timeline import parts as kinds
 from coarse.timeline.part_files import WORKER, GroupNames
@@ -50,21 +51,27 @@ _CATEGORIES = {
 }
 
 
-def trace_of(parts: Sequence[Part]) -> dict[str, Any]:
-    """A trace as an object for JSON.
+def write_trace(parts: Sequence[Part], stream: TextIO) -> None:
+    """Writes a trace, event by event.
 
     Args:
         parts: Those of all processes. Clocks of several machines are compared by their time of day.
+        stream: Where to write it.
     """
     clock = _Clock(parts)
+    stream.write('{"traceEvents":[')
+    for number, event in enumerate(_trace_events(parts, clock)):
+        stream.write(("," if number else "") + json.dumps(event, separators=(",", ":")))
+    stream.write(f'],"displayTimeUnit":"ms","otherData":{json.dumps(_notes(parts, clock))}}}')
+
+
+def _trace_events(parts: Sequence[Part], clock: _Clock) -> Iterator[TraceEvent]:
     names = _Names(parts)
-    events: list[TraceEvent] = []
     for order, part in enumerate(parts):
-        events += _described(part, order)
-        events += _slices(part, clock, names)
-        events += _traffic(part, clock)
-    events += _arrows(parts, clock, names)
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": _notes(parts, clock)}
+        yield from _described(part, order)
+        yield from _slices(part, clock, names)
+        yield from _traffic(part, clock)
+    yield from _arrows(parts, clock, names)
 
 
 def _notes(parts: Sequence[Part], clock: _Clock) -> dict[str, Any]:

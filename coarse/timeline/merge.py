@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import gzip
-import json
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from coarse.errors import TimelineError
-from coarse.timeline.chrome_trace import trace_of
+from coarse.timeline.chrome_trace import write_trace
 from coarse.timeline.part_files import parts_folder
-from coarse.timeline.parts import files_of_parts, read_parts
+from coarse.timeline.parts import Part, files_of_parts, read_parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ def merge(target: Path, *, keeps_parts: bool = False) -> Merged:
     parts = read_parts(folder)
     if not parts:
         raise TimelineError(f"{folder} has no parts of a timeline: no process of the job recorded any event")
-    _write(target, json.dumps(trace_of(parts), separators=(",", ":")).encode())
+    _write(target, parts)
     if not keeps_parts:
         remove_parts(target)
     return Merged(
@@ -70,8 +70,16 @@ def remove_parts(target: Path) -> None:
         folder.rmdir()
 
 
-def _write(target: Path, contents: bytes) -> None:
-    """Writes a file whole or not at all."""
+def _write(target: Path, parts: Sequence[Part]) -> None:
+    """Writes the trace whole or not at all."""
     unfinished = target.with_name(f"{target.name}.unfinished")
-    unfinished.write_bytes(gzip.compress(contents, 6) if target.suffix == ".gz" else contents)
-    os.replace(unfinished, target)
+    try:
+        if target.suffix == ".gz":
+            with gzip.open(unfinished, "wt", compresslevel=6, encoding="utf-8") as stream:
+                write_trace(parts, stream)
+        else:
+            with unfinished.open("w", encoding="utf-8") as stream:
+                write_trace(parts, stream)
+        os.replace(unfinished, target)
+    finally:
+        unfinished.unlink(missing_ok=True)

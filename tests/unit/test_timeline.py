@@ -17,7 +17,7 @@ from coarse.cli.main import main
 from coarse.errors import TimelineError
 from coarse.timeline import parts as kinds
 from coarse.timeline import recorder
-from coarse.timeline.chrome_trace import trace_of
+from coarse.timeline.chrome_trace import write_trace
 from coarse.timeline.merge import merge, remove_parts
 from coarse.timeline.part_files import MEMORY_DEVICE, WORKER, GroupNames, Process, parts_folder
 from coarse.timeline.parts import EVERY_TENSOR, Event, Lane, Part, files_of_parts, read_parts
@@ -135,6 +135,7 @@ def test_a_trace_that_cannot_be_written_leaves_the_parts(target):
     with pytest.raises(OSError, match="directory"):
         merge(target)
     assert len(files_of_parts(parts_folder(target))) == 2
+    assert len(list(target.parent.iterdir())) == 2  # no unfinished trace
 
 
 def test_parts_of_an_earlier_job_are_removed_and_nothing_else(target):
@@ -243,7 +244,8 @@ def part_of(process, pid, events, *, host="here", clock_offset_ns=0):
 
 def written(tmp_path, parts):
     path = tmp_path / "made.json"
-    path.write_text(json.dumps(trace_of(parts)))
+    with path.open("w") as stream:
+        write_trace(parts, stream)
     return read_trace(path)
 
 
