@@ -48,6 +48,9 @@ _CATEGORIES = {
     kinds.UPDATE: "sync core",
     kinds.REDUCED: "sync core",
     kinds.SNAPSHOT_COPY: "snapshot",
+    kinds.TRANSFER: "link",
+    kinds.NODE_SEND: "link",
+    kinds.NODE_RECEIVE: "link",
 }
 
 
@@ -246,18 +249,34 @@ def _slices(part: Part, clock: _Clock, names: _Names) -> Iterator[TraceEvent]:
         yield _instant(
             part, clock, part.events[0], f"{part.num_dropped} older events were dropped", {}, scope="p"
         )
+    ends_ns: dict[int, list[int]] = defaultdict(list)
     for number, event in enumerate(part.events):
         group = names.group(part, event)
         name, arguments = _name(part, event, group, names), _arguments(event, group)
-        if event.kind in _LINK_KINDS:
-            yield from _transfer(part, clock, event, name, arguments, number)
-        elif event.duration_ns == INSTANT:
+        if event.duration_ns == INSTANT:
             yield _instant(part, clock, event, name, arguments)
+        elif event.kind in _LINK_KINDS or not _is_nested(event, ends_ns[event.lane]):
+            yield from _asynchronous(part, clock, event, name, arguments, number)
         else:
             yield _event(part, clock, event, "X", name) | {
                 "dur": event.duration_ns / 1000,
                 "args": arguments,
             }
+
+
+def _is_nested(event: Event, ends_ns: list[int]) -> bool:
+    """Whether a slice lies within those of its thread around it, unlike those of two models that one backward trains.
+
+    Args:
+        event: In the order of their begin.
+        ends_ns: Ends of the slices around it, the innermost one last; this one is added.
+    """
+    while ends_ns and ends_ns[-1] <= event.begin_ns:
+        ends_ns.pop()
+    if ends_ns and event.end_ns > ends_ns[-1]:
+        return False
+    ends_ns.append(event.end_ns)
+    return True
 
 
 def _event(part: Part, clock: _Clock, event: Event, phase: str, name: str) -> TraceEvent:
@@ -277,10 +296,10 @@ def _instant(
     return _event(part, clock, event, "i", name) | {"s": scope, "args": arguments}
 
 
-def _transfer(
+def _asynchronous(
     part: Part, clock: _Clock, event: Event, name: str, arguments: Mapping[str, Any], number: int
 ) -> Iterator[TraceEvent]:
-    shared = {"cat": "link", "id": f"{_pid(part)}.{number}"}
+    shared = {"id": f"{_pid(part)}.{number}"}
     yield _event(part, clock, event, "b", name) | shared | {"args": arguments}
     yield _event(part, clock, event, "e", name) | shared | {"ts": clock.us(part, event.end_ns)}
 

@@ -302,6 +302,16 @@ def test_overlapping_transfers_are_no_slices_of_a_thread(tmp_path):
     ]
 
 
+def test_slices_of_a_thread_that_overlap_are_asynchronous(tmp_path):
+    """Two models in one backward, of which the one that begins first also ends first."""
+    events = [event(kinds.SPAN, 0, 10), event(kinds.SPAN, 2, 12, index=1), event(kinds.SPAN, 3, 10, index=2)]
+    part = part_of(process(), 11, events)
+    part.names = {0: "first", 1: "second", 2: "inner"}
+    trace = written(tmp_path, [part])
+    assert [each.name for each in trace.slices] == ["first", "inner"]
+    assert [(each.name, each.end_ns) for each in trace.transfers] == [("second", 12 * MS)]
+
+
 def test_nodes_are_compared_by_their_time_of_day(tmp_path):
     near = part_of(process(), 11, [event(kinds.PUSH, 100, 101)], clock_offset_ns=5 * MS)
     far = part_of(

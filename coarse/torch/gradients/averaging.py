@@ -498,7 +498,7 @@ class GradientSynchroniser:
     def _send(self, index: int) -> None:
         """Contributes a parameter's `.grad` when its slot is free; nothing if it is None."""
         if self._is_profiled:
-            with operation(f"push {self._names[index]}"):
+            with torch.profiler.record_function(f"coarse::push {self._names[index]}"):
                 self._send_now(index)
         else:
             self._send_now(index)
