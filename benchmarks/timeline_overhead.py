@@ -4,7 +4,8 @@
 
 Each job trains the model on two workers, and reports the time of each step of worker 0, warmed up. Jobs alternate, so
 that a change of the machine's speed meets both. The figure is the ratio of the medians over all rounds, and the
-smallest and the largest ratio of one round. All figures are measured.
+smallest and the largest ratio of one round; for the time, and for the CPU time of worker 0, which a busy machine
+changes less. All figures are measured.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ WARM_UP = 5
 
 
 def train(model_name: str, batch: int, sequence: int, steps: int) -> None:
-    """A worker: trains, and prints the seconds of its steps."""
+    """A worker: trains, and prints the seconds of its steps, and its CPU time."""
     import torch
 
     import coarse.torch
@@ -34,23 +35,24 @@ def train(model_name: str, batch: int, sequence: int, steps: int) -> None:
     workload = build_workload(model_name, batch=batch, sequence=sequence, rank=rank)
     model = coarse.torch.DistributedDataParallel(workload.module)
     optimizer = coarse.torch.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-4), model)
-    seconds = []
+    seconds, cpu_seconds = [], []
     for step in range(WARM_UP + steps):
-        began_s = time.monotonic()
+        began_s, began_cpu_s = time.monotonic(), time.process_time()
         optimizer.zero_grad()
         workload.loss(model, workload.batches[step % len(workload.batches)]).backward()
         optimizer.step()
         seconds.append(time.monotonic() - began_s)
+        cpu_seconds.append(time.process_time() - began_cpu_s)
     if rank == 0:
-        print(json.dumps(seconds[WARM_UP:]))
+        print(json.dumps([seconds[WARM_UP:], cpu_seconds[WARM_UP:]]))
 
 
-def run_job(arguments: argparse.Namespace, flags: list[str]) -> list[float]:
-    """Runs a job; returns the seconds of worker 0's steps."""
+def run_job(arguments: argparse.Namespace, flags: list[str]) -> list[list[float]]:
+    """Runs a job; returns the seconds of worker 0's steps, and its CPU time."""
     own = [f"--{name}={getattr(arguments, name)}" for name in ("model", "batch", "sequence", "steps")]
     command = [sys.executable, "-m", "coarse", "run", "-n", "2", *flags, __file__, "--worker", *own]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("[w0] [")]
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("[w0] [[")]
     return list(json.loads(line.removeprefix("[w0] ")))
 
 
@@ -58,18 +60,25 @@ def compare(arguments: argparse.Namespace) -> None:
     """Runs the jobs and prints what they took."""
     with tempfile.TemporaryDirectory() as folder:
         flags = {"without": [], "with": ["--timeline", str(Path(folder) / "trace.json.gz")]}
-        seconds: dict[str, list[list[float]]] = {name: [] for name in flags}
+        jobs: dict[str, list[list[list[float]]]] = {name: [] for name in flags}
         for number in range(arguments.rounds):
             order = list(flags) if number % 2 == 0 else list(flags)[::-1]
             for name in order:
-                seconds[name].append(run_job(arguments, flags[name]))
+                jobs[name].append(run_job(arguments, flags[name]))
+    for number, what in enumerate(("time", "CPU time of worker 0")):
+        seconds = {name: [job[number] for job in jobs[name]] for name in jobs}
+        report(arguments, what, seconds)
+
+
+def report(arguments: argparse.Namespace, what: str, seconds: dict[str, list[list[float]]]) -> None:
+    """Prints the medians of all rounds, and the ratios of each."""
     ratios = [
         statistics.median(recorded) / statistics.median(plain)
         for recorded, plain in zip(seconds["with"], seconds["without"], strict=True)
     ]
     medians = {name: statistics.median(itertools.chain(*each)) for name, each in seconds.items()}
     print(
-        f"measured, {arguments.model}, 2 workers, {arguments.rounds} rounds of {arguments.steps} steps: "
+        f"measured, {arguments.model}, 2 workers, {arguments.rounds} rounds of {arguments.steps} steps, {what}: "
         f"{medians['without'] * 1e3:.1f} ms without, {medians['with'] * 1e3:.1f} ms with the timeline: "
         f"{(medians['with'] / medians['without'] - 1) * 100:+.2f} % "
         f"(rounds: {min(ratios) * 100 - 100:+.2f} to {max(ratios) * 100 - 100:+.2f} %)"
