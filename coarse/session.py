@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeAlias
@@ -18,6 +19,7 @@ from coarse.client.memory.parameter_storage import StorageSnapshot
 from coarse.client.memory.stored_value import StoredValue
 from coarse.client.single_worker import SingleWorkerClient, SingleWorkerTensorGroup
 from coarse.client.tensor_group import TensorGroup
+from coarse.client.worker_status import AnsweringWorker, answer_as_worker
 from coarse.emulation.emulated_session import EmulatedSession
 from coarse.env import Attempt, WorkerIdentity
 from coarse.errors import SessionClosedError
@@ -96,6 +98,7 @@ class Session:
         self._endpoint: MetricsEndpoint | None = None
         client.metrics.set("coarse_world_size", identity.world_size)
         client.metrics.set("coarse_restarts", attempt.number)
+        self._answering: AnsweringWorker | None = None
 
     @classmethod
     def join(
@@ -130,6 +133,22 @@ class Session:
         """
         settings = settings or Settings.from_environment()
         attempt = attempt or Attempt.from_environment()
+        answering = answer_as_worker(attempt.job, identity.rank)
+        try:
+            session = cls._join(identity, store, settings, name, attempt)
+        except BaseException:
+            answering.close()
+            raise
+        session._answering = answering
+        if isinstance(session._client, Client):
+            answering.follow(session._client)
+        weakref.finalize(session, answering.close)  # for sessions that nobody closes
+        return session
+
+    @classmethod
+    def _join(
+        cls, identity: WorkerIdentity, store: Store, settings: Settings, name: str, attempt: Attempt
+    ) -> Session:
         if identity.world_size == 1:
             check_solo(settings)
             _record_timeline(settings, identity, attempt, node=0)
@@ -409,6 +428,8 @@ class Session:
             return
         if self._endpoint is not None and os.getpid() == self._pid:
             self._endpoint.close()
+        if self._answering is not None:
+            self._answering.close()
         client.close(is_finished=is_finished)
         _native.cuda_unmap_unused()
         is_kept = bool(self.settings.keep_devices) and not is_finished

@@ -25,6 +25,7 @@ from coarse.errors import CoarseError, SettingsError
 COMMANDS: Mapping[str, str] = MappingProxyType(
     {
         "run": "coarse.cli.run",
+        "status": "coarse.cli.status",
         "doctor": "coarse.cli.doctor",
         "device": "coarse.cli.device",
         "bench": "coarse.cli.bench",

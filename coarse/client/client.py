@@ -130,6 +130,9 @@ class Client:
         self._metrics_reader = MetricsReader.of_segment(metrics_fd, len(connections), ranks)
         self.metrics = MetricsWriter(self._metrics_reader.worker(self.rank))
         """This worker's metrics."""
+        self._num_waits = 0
+        self.explain_worker: Callable[[int], str] = lambda rank: ""
+        """What a worker of this node does now, in words; "" if unknown."""
         self._native = self._open_native(segment_fd, doorbells_fd, pace)
         self._failure_detector = self._open_failure_detector(doorbells_fd, fate_of_device, kill_silent)
         self._requests = Requests(self.rank, settings.timeout_s, self._failure_detector, self.metrics)
@@ -171,7 +174,7 @@ class Client:
 
     def _log_late_waits(self) -> None:
         # The data path lives as long as this object and must not keep it alive.
-        tell_late = weakref.WeakMethod(self._tell_late)
+        tell_late = weakref.WeakMethod(self.tell_late)
         self._native.tell_of_lateness(
             self.warn_after_s, lambda waited_s: tell(waited_s) if (tell := tell_late()) else None
         )
@@ -476,6 +479,7 @@ class Client:
             describe: Describes the object of the wait, for the error message.
             timeout_s: Timeout of the call; 0 stands for the session's timeout.
         """
+        self._num_waits += 1
         if status == _native.WaitStatus.DONE:
             return
         if status == _native.WaitStatus.FORKED:
@@ -529,8 +533,8 @@ class Client:
         """Workers of this node that have not pushed a tensor for whose result this worker waits."""
         return sorted({client for group in self._groups for client in group.late_clients()} - {self.number})
 
-    def _advice(self, late: Sequence[int]) -> str:
-        """Where late workers are, with advice, as the end of a sentence."""
+    def _advice(self, late: Sequence[int], *, explains: bool = False) -> str:
+        """Where late workers are, with advice, as the end of a sentence; `explains` asks the first one."""
         if not late:
             return ""
         elsewhere = [
@@ -544,18 +548,36 @@ class Client:
                 f"different points of the training. If one of them ran out of data first, {_EQUAL_DATA}"
             )
         names = " and ".join(self.names[client] for client in late)
-        return f". Inspect {names} (py-spy dump); if it ran out of data first, {_EQUAL_DATA}"
+        if explains and (place := self.explain_worker(self.ranks[late[0]])):
+            return (
+                f". {self.names[late[0]]} {place} (all stacks: coarse status --stacks); if it ran out of data "
+                f"first, {_EQUAL_DATA}"
+            )
+        return f". Inspect {names} (coarse status --stacks); if it ran out of data first, {_EQUAL_DATA}"
 
-    def _tell_late(self, waited_s: float) -> None:
-        """Logs the workers that this worker waits for, in the waiting thread."""
-        what = "; ".join(group.describe_pending() for group in self._groups if group.is_pending())
+    @property
+    def num_steps(self) -> int:
+        """Finished calls of TensorGroup.pull_all(), of the group with the most."""
+        return max((group.num_steps for group in self._groups), default=0)
+
+    @property
+    def num_waits(self) -> int:
+        """Grows with every wait that ends."""
+        return self._num_waits + sum(group.num_pulls for group in self._groups)
+
+    def describe_wait(self) -> str:
+        """Pushed tensors without a result, and the workers that have not pushed them; from any thread."""
+        return "; ".join(group.describe_pending() for group in self._groups if group.is_pending())
+
+    def tell_late(self, waited_s: float) -> None:
+        """Logs the workers that this worker waits for, and what they do, in the waiting thread or another one."""
         logger.warning(
             "[w%d] has waited %.0f s for %s%s. The wait ends with an error after %g s (COARSE_TIMEOUT_S)",
             *(
                 self.rank,
                 waited_s,
-                what or "other workers",
-                self._advice(self._late_clients()),
+                self.describe_wait() or "other workers",
+                self._advice(self._late_clients(), explains=True),
                 self.timeout_s,
             ),
         )

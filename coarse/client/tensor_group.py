@@ -149,6 +149,8 @@ class TensorGroup:
         self.specs = schema.specs
         self.recovered = recovered
         """Contents of parameters and states kept since the last attempt; None if they are new."""
+        self.num_steps = self.num_pulls = 0
+        """Finished calls of pull_all() and pull()."""
         self._client = client
         self._native = native
         self._schema = schema
@@ -446,6 +448,7 @@ class TensorGroup:
         status = self._native.pull(self.id, index, destination, self._client.timeout_s)
         if status != _native.WaitStatus.DONE:
             self._client.check(status, lambda: self._describe_wait(index))
+        self.num_pulls += 1
         return self._native.contributors(self.id, index)
 
     def is_complete_within(self, index: int, timeout_s: float) -> bool:
@@ -473,6 +476,7 @@ class TensorGroup:
             raise self._closed_error()
         timeout_s = timeout_s or self._client.timeout_s
         self.check(self._native.pull_all(self.id, timeout_s), timeout_s=timeout_s)
+        self.num_steps += 1
         contributors = self._native.all_contributors(self.id)
         if self._direct_allreduce is not None:
             self._direct_allreduce.reduce(self._direct_shards, contributors)

@@ -40,6 +40,8 @@ from coarse.proxy.workers import WorkerConnection, Workers
 from coarse.scratch import hold
 from coarse.timeline import recorder
 from coarse.timeline.part_files import MEMORY_DEVICE, Process
+from coarse.status import address as status_address
+from coarse.status.responder import try_respond
 from coarse.wire.device_job import HOME_DEVICE, DeviceJob
 from coarse.wire.failure_messages import (
     Failure,
@@ -582,6 +584,12 @@ def run_device(job_fd: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     with contextlib.suppress(FileNotFoundError):  # its creator has ended and removed it
         hold(Path(job.directory))  # until this process ends
+    try_respond(  # until this process ends
+        status_address.Address.of_this_process(
+            status_address.job_id(Attempt.from_environment().job), status_address.MEMORY_DEVICE, job.device
+        ),
+        lambda: {"serves": [job.rank(client) for client in job.local_clients]},
+    )
     try:
         _record_timeline(job)
         opened = open_memories(job.memories, job.device, replicas=job.replicas)

@@ -33,7 +33,7 @@ LAYERS = (
     ("timeline",),
     ("kernels", "settings", "socket_store"),
     ("env",),
-    ("store_server",),
+    ("store_server", "status"),
     ("machine", "schema", "store", "failpoints", "local_sockets", "job_secret"),
     ("private_directories",),
     ("errors", "scheduling", "scratch", "liveness", "listening", "strangers", "late_notice"),

@@ -1,0 +1,151 @@
+"""What a worker says about itself to `coarse status`, and the notice of a wait that is long for its steps.
+
+All of it runs in the responder's thread, once a second or when somebody asks: it costs no time per step.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import deque
+
+from coarse.client.client import Client
+from coarse.status.address import WORKER, Address, find_addresses, job_id
+from coarse.status.questions import Answer, ask
+from coarse.status.responder import Report, Responder, try_respond
+from coarse.status.stacks import read_stacks
+
+_LEAST_STALL_S = 5.0
+_STALL_STEPS = 10.0
+_LEAST_STEPS = 10
+_KEPT_STEPS = 256
+
+
+class WorkerStatus:
+    """The status of one worker.
+
+    Args:
+        address: Of this worker.
+    """
+
+    def __init__(self, address: Address) -> None:
+        self._address = address
+        self._client: weakref.ref[Client] | None = None
+        self._progress = (0, 0)
+        self._num_steps = 0
+        self._step_s: deque[float] = deque(maxlen=_KEPT_STEPS)
+        self._stepped_s = self._progressed_s = time.monotonic()
+        self._waits_since_s: float | None = None
+        self._has_told = False
+
+    def follow(self, client: Client) -> None:
+        """Reports about a client from now on, whose notices also say what late workers do."""
+        self._client = weakref.ref(client)
+        client.explain_worker = self.explain_worker
+
+    def explain_worker(self, rank: int) -> str:
+        """What another worker of this node does, asked of it; "" if it has ended or there is none."""
+        own = (self._address.job, WORKER, rank)
+        asked = [each for each in find_addresses() if (each.job, each.role, each.number) == own]
+        try:
+            answers = ask(asked[:1])
+        except RuntimeError:  # this process is about to end and starts no more threads
+            return ""
+        return "".join(map(_explain, answers))
+
+    def look(self) -> None:
+        """Follows the worker's progress; logs a wait that is long for its steps."""
+        client, now = self._open_client(), time.monotonic()
+        if client is None:
+            return
+        progress = (client.num_steps, client.num_waits)
+        if progress != self._progress:
+            self._follow_progress(progress, now)
+        if not any(stack.is_in_coarse for stack in read_stacks()):
+            self._waits_since_s = None
+        elif self._waits_since_s is None:
+            self._waits_since_s = now
+        elif self._is_stalled(client, now - self._waits_since_s):
+            self._has_told = True
+            client.tell_late(now - self._waits_since_s)
+
+    def report(self) -> Report:
+        """Step, what the worker waits for, and since when; times in seconds."""
+        client = self._open_client()
+        if client is None:
+            return {"is_starting": self._client is None}
+        self.look()
+        now = time.monotonic()
+        is_waiting = self._waits_since_s is not None
+        return {
+            "step": client.num_steps,
+            "synchronised_s": now - self._progressed_s,
+            "waits_s": 0.0 if self._waits_since_s is None else now - self._waits_since_s,
+            "waits_for": client.describe_wait() if is_waiting else "",
+        }
+
+    def _open_client(self) -> Client | None:
+        client = None if self._client is None else self._client()
+        return None if client is None or client.is_closed else client
+
+    def _follow_progress(self, progress: tuple[int, int], now: float) -> None:
+        num_steps = progress[0] - self._progress[0]
+        if num_steps > 0:
+            self._step_s.append((now - self._stepped_s) / num_steps)
+            self._stepped_s = now
+        self._progress, self._progressed_s = progress, now
+        self._waits_since_s, self._has_told = None, False
+
+    def _is_stalled(self, client: Client, waited_s: float) -> bool:
+        if self._has_told or self._progress[0] < _LEAST_STEPS or not self._step_s:
+            return False
+        limit_s = max(_LEAST_STALL_S, _STALL_STEPS * _percentile_99(self._step_s))
+        # Later than the usual notice, that one suffices.
+        return limit_s <= waited_s and limit_s < client.warn_after_s
+
+
+class AnsweringWorker:
+    """A worker's status with the responder that tells it; without one if the system allows no socket.
+
+    Args:
+        status: Of the worker.
+        responder: Tells it to other processes; None if it cannot.
+    """
+
+    def __init__(self, status: WorkerStatus, responder: Responder | None) -> None:
+        self._status = status
+        self._responder = responder
+
+    def follow(self, client: Client) -> None:
+        """WorkerStatus.follow()."""
+        self._status.follow(client)
+
+    def close(self) -> None:
+        """Stops answering. Idempotent."""
+        if self._responder is not None:
+            self._responder.close()
+
+
+def answer_as_worker(job: str, rank: int) -> AnsweringWorker:
+    """Begins to answer `coarse status`, if the system allows it.
+
+    Args:
+        job: Name of the job, as in Attempt.
+        rank: Of this worker.
+    """
+    address = Address.of_this_process(job_id(job), WORKER, rank)
+    status = WorkerStatus(address)
+    return AnsweringWorker(status, try_respond(address, status.report, status.look))
+
+
+def _explain(answer: Answer) -> str:
+    last = (
+        ""
+        if answer.report is None
+        else f"; it last synchronised {answer.report.get('synchronised_s', 0.0):.0f} s ago"
+    )
+    return f"{answer.describe_place()}{last}"
+
+
+def _percentile_99(values: deque[float]) -> float:
+    return sorted(values)[int(0.99 * (len(values) - 1))]
