@@ -134,6 +134,11 @@ def job_secret(environ: Mapping[str, str] | None = None) -> JobSecret:
     return JobSecret(value)
 
 
+def notes_pipe() -> str:
+    """COARSE_NOTES_PIPE, by which `coarse run` gives workers a pipe for notes; "" under other launchers."""
+    return os.environ.get("COARSE_NOTES_PIPE", "")
+
+
 def process_environment() -> MutableMapping[str, str]:
     """The environment of this process itself, for code that passes it on or reads the variables of launchers."""
     return os.environ

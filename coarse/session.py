@@ -21,7 +21,7 @@ from coarse.client.single_worker import SingleWorkerClient, SingleWorkerTensorGr
 from coarse.client.tensor_group import TensorGroup
 from coarse.client.worker_status import AnsweringWorker, answer_as_worker
 from coarse.emulation.emulated_session import EmulatedSession
-from coarse.env import Attempt, WorkerIdentity
+from coarse.env import Attempt, WorkerIdentity, notes_pipe
 from coarse.errors import SessionClosedError
 from coarse.failpoints import Failpoints, parse_failpoints
 from coarse.kernels import _native
@@ -47,6 +47,8 @@ from coarse.startup.device_processes import DeviceProcesses
 from coarse.startup.join import Joining, NodeDevices, agree_on_profile, connect, provide_devices
 from coarse.startup.node_address import try_address_of_this_node
 from coarse.startup.persistent_devices import Keeping
+from coarse.status.address import job_id
+from coarse.status.launcher_notes import tell_launcher
 from coarse.store import Store
 from coarse.timeline import recorder
 from coarse.timeline.part_files import WORKER, Process
@@ -142,6 +144,7 @@ class Session:
         session._answering = answering
         if isinstance(session._client, Client):
             answering.follow(session._client)
+            session._tell_decisions(attempt.job)
         weakref.finalize(session, answering.close)  # for sessions that nobody closes
         return session
 
@@ -540,6 +543,22 @@ class Session:
         if self.identity.rank == node.ranks[0]:
             for decision in self._decisions:
                 logger.info("[w%d] %s", self.identity.rank, decision)
+
+    def _tell_decisions(self, job: str) -> None:
+        """Tells `coarse run` in three lines what this session has decided, on the first worker of the job."""
+        if self.identity.rank or self._node is None:
+            return
+        table = self._node.table
+        size = f"{self.identity.world_size} workers on {self._node.nodes.num_nodes} node(s)"
+        memories = ", ".join(f"md{device} in {memory}" for device, memory in enumerate(table.memories))
+        links, *_ = self._decisions
+        decided = [each for each in self._decisions if each.startswith(("algorithm:", "shards "))]
+        lines = [
+            f"job {job_id(job)}: {size}, {memories}",
+            links,
+            "; ".join(reversed(decided)),
+        ]
+        tell_launcher(notes_pipe(), {"decisions": lines})
 
     def _measure_links(self, note: str) -> tuple[Profile, str]:
         """Measures the links together with all workers; the node's first worker saves the result."""

@@ -28,7 +28,9 @@ _UNPACED = {
 
 _PREFIX = "COARSE_"
 # Read by setup.py, the Makefile, and benchmarks in images; and by coarse.env, as settings are shown.
-_OTHER_VARIABLES = frozenset({"COARSE_BUILD_JOBS", "COARSE_SANITIZE", "COARSE_COMMIT", "COARSE_JOB_SECRET"})
+_OTHER_VARIABLES = frozenset(
+    {"COARSE_BUILD_JOBS", "COARSE_SANITIZE", "COARSE_COMMIT", "COARSE_JOB_SECRET", "COARSE_NOTES_PIPE"}
+)
 _MOST_MEMORY_DEVICES = 64
 _SIZE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 

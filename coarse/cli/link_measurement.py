@@ -74,7 +74,7 @@ class MeasurementJob:
             return Profile.load(folder / _RESULT)
 
     def _run_workers(self, folder: Path, progress: Progress) -> None:
-        command = [sys.executable, "-m", "coarse", "run", "-n", str(self.num_workers), *self.flags]
+        command = [sys.executable, "-m", "coarse", "run", "-q", "-n", str(self.num_workers), *self.flags]
         errors = folder / "stderr"
         with errors.open("wb") as stderr:
             launcher = subprocess.Popen(

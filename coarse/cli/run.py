@@ -117,6 +117,12 @@ def _add_launch_options(parser: argparse.ArgumentParser) -> None:
 def _add_output_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("output")
     group.add_argument(
+        "-q",
+        "--quiet",
+        action="store_true",
+        help="say nothing about what was decided at the start, nor a summary at the end; errors are shown",
+    )
+    group.add_argument(
         "--no-prefix", action="store_true", help="let worker 0 write directly to the terminal, without marks"
     )
     group.add_argument(
@@ -184,12 +190,14 @@ def _run(arguments: argparse.Namespace, master_port: MasterPort) -> int:
             console_streams=_STREAMS - _REDIRECTED_STREAMS[arguments.redirects],
             max_restarts=arguments.max_restarts,
             shutdown_timeout_s=arguments.shutdown_timeout,
+            is_quiet=arguments.quiet,
             restart_variables=lambda attempt: restart_variables(master_port, attempt),
         )
     except UsageError as error:
         fail(str(error))
-    _announce_threads(plan.environments[0], plan.num_workers)
-    _announce_machine(plan.environments[0])
+    if not arguments.quiet:
+        _announce_threads(plan.environments[0], plan.num_workers)
+        _announce_machine(plan.environments[0])
     _prepare_timeline(Settings.from_environment(plan.environments[0]).timeline, arguments.nnodes)
     try:
         return run_guarded(lambda: Supervisor(plan).run(), shutdown_timeout_s=arguments.shutdown_timeout)

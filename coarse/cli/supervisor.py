@@ -23,9 +23,11 @@ from coarse.cli.processes import (
     signal_all,
     sweep,
 )
+from coarse.cli.run_notes import RunNotes
 from coarse.env import Attempt
 from coarse.errors import CoarseError
 from coarse.machine.out_of_memory import OutOfMemoryWatch
+from coarse.status.launcher_notes import NotesPipe
 from coarse.wire.persistent_sessions import forget_job, persistent_pids
 
 REPORT_GRACE_S = 1.0
@@ -63,6 +65,7 @@ class JobPlan:
         console_streams: Those of "stdout" and "stderr" that go to the launcher's; the others go only to the log.
         max_restarts: Number of times that all workers are restarted after one has failed.
         restart_variables: Returns changed variables of every environment, given the number of the restart.
+        is_quiet: Whether to say nothing about what the session decides and how the job went.
     """
 
     command: tuple[str, ...]
@@ -74,6 +77,7 @@ class JobPlan:
     console_streams: frozenset[str] = frozenset({"stdout", "stderr"})
     max_restarts: int = 0
     restart_variables: Callable[[int], Mapping[str, str]] = lambda attempt: {}
+    is_quiet: bool = False
 
     def __post_init__(self) -> None:
         if not self.command or not self.environments:
@@ -151,6 +155,9 @@ class Supervisor:
         self._has_children = True
         self._num_restarts = 0
         self._memory_watch = OutOfMemoryWatch()
+        self._notes_pipe = NotesPipe()
+        self._notes = RunNotes(is_quiet=plan.is_quiet)
+        self._selector.register(self._notes_pipe.fd, selectors.EVENT_READ, self._take_notes)
 
     def run(self) -> int:
         """Runs the job to its end and returns its exit code; no process of the job remains."""
@@ -168,6 +175,8 @@ class Supervisor:
                 sweep(reap=self._reap)
                 forget_job(self._plan.job)  # its memory devices were killed
                 self._drain()
+                self._take_notes()
+                self._notes_pipe.close()
         return self._verdict()
 
     def _start(self) -> None:
@@ -194,7 +203,8 @@ class Supervisor:
         process = subprocess.Popen(
             plan.command,
             bufsize=0,
-            env=environment,
+            env={**environment, "COARSE_NOTES_PIPE": self._notes_pipe.name},
+            pass_fds=(self._notes_pipe.inherited_fd,),
             stdin=None if local_rank == 0 else subprocess.DEVNULL,
             stdout=output,
             stderr=output,
@@ -272,6 +282,10 @@ class Supervisor:
         pipe.pump()
         if not pipe.is_open:
             self._selector.unregister(fd)
+
+    def _take_notes(self) -> None:
+        for line in self._notes.take(self._notes_pipe.read()):
+            self._say(f"coarse run: {line}\n")
 
     def _on_signals(self, reader: int) -> None:
         numbers = set(os.read(reader, 4096))
@@ -385,6 +399,9 @@ class Supervisor:
     def _verdict(self) -> int:
         exits = [worker.exit() for worker in self._ended]
         failure = first_failure(exits)
+        failed = [] if failure is None or failure.was_stopped else [f"worker {failure.rank} failed"]
+        if summary := self._notes.summary(self._num_restarts, failed):
+            self._say(f"coarse run: {summary}\n")
         if self._interrupted_by is not None and (failure is None or failure.was_stopped):
             self._say(f"coarse run: {self._why_interrupted()}; no worker is left\n")
             return 128 + self._interrupted_by

@@ -54,7 +54,7 @@ def probe_sync(*, limit_s: float = 60.0) -> SyncLatency:
 
 def _run_job(directory: str, limit_s: float) -> None:
     launcher = subprocess.Popen(
-        [sys.executable, "-m", "coarse", "run", "-n", str(NUM_WORKERS), "-m", SCRIPT_MODULE, directory],
+        [sys.executable, "-m", "coarse", "run", "-q", "-n", str(NUM_WORKERS), "-m", SCRIPT_MODULE, directory],
         env={**own_process_environment(), "OMP_NUM_THREADS": "1"},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,

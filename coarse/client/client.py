@@ -199,6 +199,10 @@ class Client:
         """Process id of a memory device of this node."""
         return self._connections[device].pid
 
+    def device_pids(self) -> list[int]:
+        """Process ids of all memory devices of this node."""
+        return [connection.pid for connection in self._connections]
+
     def describe_progress(self) -> str:
         """The progress of a tensor that all workers of this node have pushed, in words."""
         if not self._ranks_elsewhere:

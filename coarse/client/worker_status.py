@@ -5,13 +5,16 @@ All of it runs in the responder's thread, once a second or when somebody asks: i
 
 from __future__ import annotations
 
+import os
 import time
 import weakref
 from collections import deque
 
 from coarse.client.client import Client
+from coarse.env import notes_pipe
 from coarse.status.address import WORKER, Address, find_addresses, job_id
-from coarse.status.questions import Answer, ask
+from coarse.status.launcher_notes import Note, tell_launcher
+from coarse.status.questions import Answer, ask, peak_memory_bytes
 from coarse.status.responder import Report, Responder, try_respond
 from coarse.status.stacks import read_stacks
 
@@ -37,9 +40,12 @@ class WorkerStatus:
         self._stepped_s = self._progressed_s = time.monotonic()
         self._waits_since_s: float | None = None
         self._has_told = False
+        self._began_s = time.monotonic()
+        self._num_looks = self._num_waiting_looks = 0
 
     def follow(self, client: Client) -> None:
         """Reports about a client from now on, whose notices also say what late workers do."""
+        self._began_s = time.monotonic()
         self._client = weakref.ref(client)
         client.explain_worker = self.explain_worker
 
@@ -53,8 +59,32 @@ class WorkerStatus:
             return ""
         return "".join(map(_explain, answers))
 
+    @property
+    def has_client(self) -> bool:
+        """Whether the session has begun."""
+        return self._client is not None
+
     def look(self) -> None:
-        """Follows the worker's progress; logs a wait that is long for its steps."""
+        """Once a second: follows the worker's progress; logs a wait that is long for its steps."""
+        self._follow()
+        if self._progress[0] > 0:
+            self._num_looks += 1
+            self._num_waiting_looks += self._waits_since_s is not None
+
+    def summary(self) -> Note:
+        """Steps and seconds of the session, peak memory, and in how many looks since the first step it waited."""
+        client = self._open_client()
+        return {
+            "ended": self._address.number,
+            "steps": self._progress[0] if client is None else client.num_steps,
+            "seconds": time.monotonic() - self._began_s,
+            "looks": self._num_looks,
+            "waiting_looks": self._num_waiting_looks,
+            "peak_bytes": peak_memory_bytes(self._address.pid),
+            "device_peak_bytes": 0 if client is None else max(map(peak_memory_bytes, client.device_pids())),
+        }
+
+    def _follow(self) -> None:
         client, now = self._open_client(), time.monotonic()
         if client is None:
             return
@@ -74,7 +104,7 @@ class WorkerStatus:
         client = self._open_client()
         if client is None:
             return {"is_starting": self._client is None}
-        self.look()
+        self._follow()
         now = time.monotonic()
         is_waiting = self._waits_since_s is not None
         return {
@@ -115,13 +145,20 @@ class AnsweringWorker:
     def __init__(self, status: WorkerStatus, responder: Responder | None) -> None:
         self._status = status
         self._responder = responder
+        self._pid = os.getpid()
+        self._is_closed = False
 
     def follow(self, client: Client) -> None:
         """WorkerStatus.follow()."""
         self._status.follow(client)
 
     def close(self) -> None:
-        """Stops answering. Idempotent."""
+        """Stops answering, and tells `coarse run` how the session went. Idempotent; does nothing in a fork."""
+        if self._is_closed or os.getpid() != self._pid:
+            return
+        self._is_closed = True
+        if self._status.has_client:
+            tell_launcher(notes_pipe(), self._status.summary())
         if self._responder is not None:
             self._responder.close()
 

@@ -127,3 +127,12 @@ def _kernel_place(pid: int) -> str:
     except OSError:
         place = ""
     return place if place not in ("", "0") else "code"
+
+
+def peak_memory_bytes(pid: int) -> int:
+    """The largest resident memory that a process has had, shared memory included; 0 if it has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:")), 0)

@@ -48,7 +48,7 @@ def train(tmp_path):
 
 def test_a_worker_that_is_killed_is_the_one_that_is_named(train):
     done = coarse_run(*train, "kill")
-    said = [line for line in done.stderr.splitlines() if not line.startswith(("[w", "coarse run: OMP"))]
+    said = [line for line in done.stderr.splitlines() if not line.startswith(("[w", "coarse run: "))]
     assert done.returncode == 137, done.stderr
     named = r"worker 1 \(pid \d+\) was killed by SIGKILL(; worker\(s\) 0 failed because of that)?"
     assert re.fullmatch(named, said[0])  # the other worker may be ended before it reports
@@ -136,3 +136,24 @@ def test_files_of_the_current_folder_are_not_imported(train, tmp_path):
         )
         assert done.returncode == 0, done.stderr
         assert "not what was meant" not in done.stdout + done.stderr
+
+
+def test_a_job_says_what_it_has_decided_and_how_it_went(train):
+    done = coarse_run(*train, "end")
+    said = [line for line in done.stderr.splitlines() if "OMP_NUM_THREADS" not in line]
+    assert re.fullmatch(
+        r"coarse run: job [0-9a-f]{8}: 2 workers on 1 node\(s\), md0 in host, md1 in host", said[0]
+    )
+    assert said[1].startswith("coarse run: links: ")
+    assert re.match(r"coarse run: algorithm: .*; shards of at least \d+ bytes: ", said[2])
+    assert re.fullmatch(
+        r"coarse run: 0 steps in \d+\.\d s; peak memory [\d.]+ MiB per worker, [\d.]+ MiB per memory device; "
+        r"faults: none",
+        said[3],
+    )
+    assert len(said) == 4
+
+
+def test_a_quiet_job_says_nothing_of_itself(train):
+    done = coarse_run("-q", *train, "end")
+    assert (done.returncode, done.stderr) == (0, "")
