@@ -38,6 +38,7 @@ from coarse.profiler.link_plan import DEFAULT_SHARD_BYTES
 from coarse.profiler.routing import RoutingTable
 from coarse.schema import TensorSpec
 from coarse.settings import Settings
+from coarse.status.processes import describe_process, is_stopped
 from coarse.wire.algorithms import DIRECT, EXCHANGE, NCCL, RING, algorithms_of, routable_algorithms
 from coarse.wire.device_job import HOME_DEVICE
 from coarse.wire.messages import Message, Received
@@ -539,6 +540,8 @@ class Client:
 
     def _advice(self, late: Sequence[int], *, explains: bool = False) -> str:
         """Where late workers are, with advice, as the end of a sentence; `explains` asks the first one."""
+        if stopped := self._stopped_devices():  # pushes to it look like pushes that are missing
+            return stopped
         if not late:
             return ""
         elsewhere = [
@@ -568,6 +571,15 @@ class Client:
     def num_waits(self) -> int:
         """Grows with every wait that ends."""
         return self._num_waits + sum(group.num_pulls for group in self._groups)
+
+    def _stopped_devices(self) -> str:
+        """The memory devices of this node that are stopped, as the end of a sentence; "" if none is."""
+        stopped = [
+            f"md{connection.device} (pid {connection.pid}): {describe_process(connection.pid)}"
+            for connection in self._connections
+            if is_stopped(connection.pid)
+        ]
+        return f". {'; '.join(stopped)}" if stopped else ""
 
     def describe_wait(self) -> str:
         """Pushed tensors without a result, and the workers that have not pushed them; from any thread."""

@@ -14,7 +14,8 @@ from coarse.client.client import Client
 from coarse.env import notes_pipe
 from coarse.status.address import WORKER, Address, find_addresses, job_id
 from coarse.status.launcher_notes import Note, tell_launcher
-from coarse.status.questions import Answer, ask, peak_memory_bytes
+from coarse.status.processes import peak_memory_bytes
+from coarse.status.questions import Answer, ask
 from coarse.status.responder import Report, Responder, try_respond
 from coarse.status.stacks import read_stacks
 
@@ -53,11 +54,7 @@ class WorkerStatus:
         """What another worker of this node does, asked of it; "" if it has ended or there is none."""
         own = (self._address.job, WORKER, rank)
         asked = [each for each in find_addresses() if (each.job, each.role, each.number) == own]
-        try:
-            answers = ask(asked[:1])
-        except RuntimeError:  # this process is about to end and starts no more threads
-            return ""
-        return "".join(map(_explain, answers))
+        return "".join(map(_explain, ask(asked[:1])))
 
     @property
     def has_client(self) -> bool:

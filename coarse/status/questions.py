@@ -8,23 +8,15 @@ import socket
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 from coarse.local_sockets import peer_of
 from coarse.status.address import Address
+from coarse.status.processes import describe_process
 from coarse.status.responder import Report
 from coarse.status.stacks import Stack
 
 _MOST_BYTES = 16 << 20
 _AT_ONCE = 32
-
-_STATES = {
-    "T": "it is stopped (SIGSTOP or Ctrl-Z); kill -CONT {pid} continues it",
-    "t": "a debugger has stopped it",
-    "D": "it waits for a disk or another device, in the kernel's {place}",
-    "R": "it computes in native code that holds Python's GIL, or gets no processor",
-    "S": "it waits in native code that holds Python's GIL, in the kernel's {place}",
-}
 
 
 class NotAnsweringError(OSError):
@@ -66,8 +58,8 @@ def ask(addresses: Sequence[Address], *, with_stacks: bool = False, timeout_s: f
         with_stacks: Whether to ask for the stacks of all threads, not only of the main one.
         timeout_s: Longest wait for each.
     """
-    if not addresses:
-        return []
+    if len(addresses) < 2:  # needs no threads, which a process that ends cannot start
+        return [answer for each in addresses if (answer := _ask_one(each, with_stacks, timeout_s))]
     with ThreadPoolExecutor(min(_AT_ONCE, len(addresses)), thread_name_prefix="coarse-ask") as pool:
         answers = pool.map(lambda each: _ask_one(each, with_stacks, timeout_s), addresses)
         return [answer for answer in answers if answer is not None]
@@ -108,31 +100,3 @@ def _request(address: Address, question: bytes, timeout_s: float) -> Report:
     if not isinstance(report, dict):
         raise ValueError(f"{address.process} has answered with {type(report).__name__}")
     return report
-
-
-def describe_process(pid: int) -> str:
-    """Why a process may not answer, by what the kernel says about it; "" if it has ended."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return ""
-    if state in "ZX":
-        return ""
-    return _STATES.get(state, "its state is {state}").format(pid=pid, state=state, place=_kernel_place(pid))
-
-
-def _kernel_place(pid: int) -> str:
-    try:
-        place = Path(f"/proc/{pid}/wchan").read_text()
-    except OSError:
-        place = ""
-    return place if place not in ("", "0") else "code"
-
-
-def peak_memory_bytes(pid: int) -> int:
-    """The largest resident memory that a process has had, shared memory included; 0 if it has ended."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:")), 0)

@@ -29,6 +29,7 @@ LOOK_INTERVAL_S = 1.0
 _BACKLOG = 64
 _PEER_TIMEOUT_S = 1.0
 _END_TIMEOUT_S = 2.0
+_AFTER_FAILURE_S = 0.1
 
 
 class Responder:
@@ -84,20 +85,26 @@ class Responder:
         poll.register(self._listener, select.POLLIN)
         next_look_s = time.monotonic() + LOOK_INTERVAL_S
         while not self._is_closing:
-            is_asked = poll.poll(1000 * max(0.0, next_look_s - time.monotonic()))
-            if self._is_closing:
-                return
+            found = poll.poll(1000 * max(0.0, next_look_s - time.monotonic()))
+            if self._is_closing or any(events & ~select.POLLIN for _, events in found):
+                return  # in the latter case, the program has closed all descriptors
             try:
-                if is_asked:
+                if found:
                     self._answer_next()
                 if time.monotonic() >= next_look_s:
                     next_look_s = time.monotonic() + LOOK_INTERVAL_S
                     self._look()
             except Exception:  # a question must not end the answers, and the job must not notice
                 logger.debug("a question about this process's status has failed", exc_info=True)
+                time.sleep(
+                    _AFTER_FAILURE_S
+                )  # if the descriptor leads elsewhere by now, it fails all the time
 
     def _answer_next(self) -> None:
-        connection, _ = self._listener.accept()
+        try:
+            connection, _ = self._listener.accept()
+        except BlockingIOError:  # it has left again
+            return
         with connection:
             pid, user = peer_of(connection)
             if user != os.geteuid() or pid == 0:  # 0: of another container, on the host's network

@@ -257,3 +257,56 @@ def test_a_session_answers_until_it_is_closed(job):
         return [each.number for each in mine], [each for each in find_addresses() if each.pid == os.getpid()]
 
     assert job.run(2, worker) == [[[0], []], [[1], []]]
+
+
+def test_a_stopped_memory_device_is_named_in_the_notice(job):
+    def worker(me):
+        with me.join(warn_after_s=0.5, memory_devices=1, heartbeat_s=0.0) as session:
+            group = session.register("weights", floats())
+            session.barrier()
+            logging.getLogger("coarse").addHandler(Telling(me, "SIGSTOP"))
+            me.tell(session.device_pids)
+            me.hear()
+            group.push(0)
+            group.pull(0)
+
+    workers = job.start(2, worker)
+    (device,), _ = (running.hear() for running in workers)
+    job.stop_device(device)
+    for running in workers:
+        running.tell()
+    said = [running.hear() for running in workers]
+    job.signal_device(device, signal.SIGCONT)
+    assert [running.finish().details for running in workers] == ["", ""]
+    for text in said:
+        assert (
+            f"md0 (pid {device}): it is stopped (SIGSTOP or Ctrl-Z); kill -CONT {device} continues it" in text
+        )
+
+
+def test_a_program_that_closes_all_descriptors_ends_the_answers():
+    ready, at_work = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            made = Responder(Address.of_this_process(job_id("of a test"), WORKER, 9), dict)
+            os.close(made._listener.fileno())
+            made._thread.join(LIMIT_S)
+            os.write(at_work, b"1" if made._thread.is_alive() else b"0")
+        finally:
+            os._exit(0)
+    assert os.read(ready, 1) == b"0"
+    os.waitpid(child, 0)
+    os.close(ready)
+    os.close(at_work)
+
+
+def test_a_question_that_fails_does_not_end_the_answers():
+    reports = iter([{"step": 1}])
+    made = Responder(Address.of_this_process(job_id("of a test"), WORKER, 10), lambda: next(reports))
+    try:
+        answers = [ask([made.address], timeout_s=LIMIT_S) for _ in range(2)]
+        assert [len(each) for each in answers] == [1, 0]
+        assert made._thread.is_alive()
+    finally:
+        made.close()
