@@ -8,7 +8,6 @@ from coarse.cli.tables import format_size
 from coarse.status.launcher_notes import Note
 
 _LONGEST_REASON = 200
-_LEAST_LOOKS = 20
 
 
 class RunNotes:
@@ -56,17 +55,23 @@ class RunNotes:
 
 def _describe_pace(ends: dict[int, Note]) -> str:
     steps, seconds = max((note["steps"], note["seconds"]) for note in ends.values())
-    looks = sum(note["looks"] for note in ends.values())
-    waits = sum(note["waiting_looks"] for note in ends.values())
-    blocked = f", {waits / looks:.0%} of the time in synchronisation" if looks >= _LEAST_LOOKS else ""
-    pace = f" ({steps / seconds:.3g} steps/s)" if steps and seconds > 0 else ""
+    rates = [f"{steps / seconds:.3g} steps/s"] if steps and seconds > 0 else []
+    if (samples := _sum(ends, "samples")) and seconds > 0:
+        rates.append(f"{samples / seconds:.3g} samples/s")
+    pace = f" ({', '.join(rates)})" if rates else ""
+    steps_s = _sum(ends, "steps_s")
+    blocked = f", blocked {min(1.0, _sum(ends, 'blocked_s') / steps_s):.0%} of the time" if steps_s else ""
     return f"{steps} steps in {seconds:.1f} s{pace}{blocked}"
 
 
 def _describe_memory(ends: dict[int, Note]) -> str:
     """Resident memory, in which each process counts the memory that it shares."""
     worker = max(note["peak_bytes"] for note in ends.values())
-    device = max(note["device_peak_bytes"] for note in ends.values())
+    device = max(note.get("device_peak_bytes", 0) for note in ends.values())
     return f"peak memory {format_size(worker)} per worker" + (
         f", {format_size(device)} per memory device" if device else ""
     )
+
+
+def _sum(ends: dict[int, Note], name: str) -> float:
+    return float(sum(note.get(name, 0.0) for note in ends.values()))

@@ -42,7 +42,6 @@ class WorkerStatus:
         self._waits_since_s: float | None = None
         self._has_told = False
         self._began_s = time.monotonic()
-        self._num_looks = self._num_waiting_looks = 0
 
     def follow(self, client: Client) -> None:
         """Reports about a client from now on, whose notices also say what late workers do."""
@@ -63,25 +62,6 @@ class WorkerStatus:
 
     def look(self) -> None:
         """Once a second: follows the worker's progress; logs a wait that is long for its steps."""
-        self._follow()
-        if self._progress[0] > 0:
-            self._num_looks += 1
-            self._num_waiting_looks += self._waits_since_s is not None
-
-    def summary(self) -> Note:
-        """Steps and seconds of the session, peak memory, and in how many looks since the first step it waited."""
-        client = self._open_client()
-        return {
-            "ended": self._address.number,
-            "steps": self._progress[0] if client is None else client.num_steps,
-            "seconds": time.monotonic() - self._began_s,
-            "looks": self._num_looks,
-            "waiting_looks": self._num_waiting_looks,
-            "peak_bytes": peak_memory_bytes(self._address.pid),
-            "device_peak_bytes": 0 if client is None else max(map(peak_memory_bytes, client.device_pids())),
-        }
-
-    def _follow(self) -> None:
         client, now = self._open_client(), time.monotonic()
         if client is None:
             return
@@ -96,12 +76,32 @@ class WorkerStatus:
             self._has_told = True
             client.tell_late(now - self._waits_since_s)
 
+    def summary(self) -> Note:
+        """How the session went: steps, seconds, samples, and peak memory in bytes."""
+        client, worker = self._open_client(), str(self._address.number)
+        note: Note = {"ended": self._address.number, "seconds": time.monotonic() - self._began_s}
+        note |= {"steps": self._progress[0], "peak_bytes": peak_memory_bytes(self._address.pid)}
+        if client is None:
+            return note
+        metrics = client.read_metrics()
+        waits, of_background = (
+            metrics.total("coarse_wait_seconds_sum", worker=worker, **labels)
+            for labels in ({}, {"cause": "background"})
+        )
+        return note | {
+            "steps": client.num_steps,
+            "samples": metrics.total("coarse_samples_total", worker=worker),
+            "steps_s": metrics.total("coarse_step_seconds_sum", worker=worker),
+            "blocked_s": waits - of_background,
+            "device_peak_bytes": max(map(peak_memory_bytes, client.device_pids())),
+        }
+
     def report(self) -> Report:
         """Step, what the worker waits for, and since when; times in seconds."""
         client = self._open_client()
         if client is None:
             return {"is_starting": self._client is None}
-        self._follow()
+        self.look()
         now = time.monotonic()
         is_waiting = self._waits_since_s is not None
         return {

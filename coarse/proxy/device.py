@@ -38,10 +38,10 @@ from coarse.proxy.snapshots.snapshot_service import SnapshotService
 from coarse.proxy.storage_service import StorageService
 from coarse.proxy.workers import WorkerConnection, Workers
 from coarse.scratch import hold
-from coarse.timeline import recorder
-from coarse.timeline.part_files import MEMORY_DEVICE, Process
 from coarse.status import address as status_address
 from coarse.status.responder import try_respond
+from coarse.timeline import recorder
+from coarse.timeline.part_files import MEMORY_DEVICE, Process
 from coarse.wire.device_job import HOME_DEVICE, DeviceJob
 from coarse.wire.failure_messages import (
     Failure,

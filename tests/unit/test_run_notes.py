@@ -21,8 +21,8 @@ def pipe():
 
 
 def end_of(rank, **values):
-    usual = {"steps": 40, "seconds": 10.0, "looks": 0, "waiting_looks": 0, "peak_bytes": 1 << 30}
-    return {"ended": rank, **usual, "device_peak_bytes": 0, **values}
+    usual = {"steps": 40, "seconds": 10.0, "peak_bytes": 1 << 30}
+    return {"ended": rank, **usual, **values}
 
 
 def test_notes_arrive_whole_and_in_order(pipe):
@@ -73,13 +73,14 @@ def test_only_the_first_session_is_announced():
     assert notes.take([DECIDED]) == []
 
 
-def test_the_summary_takes_the_slowest_worker_and_all_looks():
+def test_the_summary_adds_up_the_workers():
     notes = RunNotes(is_quiet=False)
-    ends = [end_of(0, looks=30, waiting_looks=3), end_of(1, looks=30, waiting_looks=9, peak_bytes=2 << 30)]
+    common = {"steps_s": 10.0, "samples": 320.0}
+    ends = [end_of(0, blocked_s=1.0, **common), end_of(1, blocked_s=3.0, peak_bytes=2 << 30, **common)]
     notes.take([json.loads(json.dumps(each)) for each in ends])
     said = notes.summary(0, [])
     assert said == (
-        "40 steps in 10.0 s (4 steps/s), 20% of the time in synchronisation; peak memory 2 GiB per worker; "
+        "40 steps in 10.0 s (4 steps/s, 64 samples/s), blocked 20% of the time; peak memory 2 GiB per worker; "
         "faults: none"
     )
 
@@ -89,12 +90,6 @@ def test_the_summary_names_faults():
     notes.take([end_of(0, device_peak_bytes=1 << 20)])
     said = notes.summary(2, ["worker 1 failed"])
     assert said.endswith("1 GiB per worker, 1 MiB per memory device; faults: worker 1 failed, 2 restart(s)")
-
-
-def test_few_looks_give_no_share():
-    notes = RunNotes(is_quiet=False)
-    notes.take([end_of(0, looks=19, waiting_looks=19)])
-    assert "%" not in notes.summary(0, [])
 
 
 def test_a_quiet_run_and_one_without_sessions_say_nothing():
