@@ -132,8 +132,8 @@ class Client:
         self.metrics = MetricsWriter(self._metrics_reader.worker(self.rank))
         """This worker's metrics."""
         self._num_waits = 0
-        self.explain_worker: Callable[[int], str] = lambda rank: ""
-        """What a worker of this node does now, in words; "" if unknown."""
+        self.explain_worker: Callable[[str], str] = lambda name: ""
+        """What a worker of this node, given by its name, does now, in words; "" if unknown."""
         self._native = self._open_native(segment_fd, doorbells_fd, pace)
         self._failure_detector = self._open_failure_detector(doorbells_fd, fate_of_device, kill_silent)
         self._requests = Requests(self.rank, settings.timeout_s, self._failure_detector, self.metrics)
@@ -555,7 +555,7 @@ class Client:
                 f"different points of the training. If one of them ran out of data first, {_EQUAL_DATA}"
             )
         names = " and ".join(self.names[client] for client in late)
-        if explains and (place := self.explain_worker(self.ranks[late[0]])):
+        if explains and (place := self.explain_worker(self.names[late[0]])):
             return (
                 f". {self.names[late[0]]} {place} (all stacks: coarse status --stacks); if it ran out of data "
                 f"first, {_EQUAL_DATA}"

@@ -36,7 +36,6 @@ class WorkerStatus:
         self._address = address
         self._client: weakref.ref[Client] | None = None
         self._progress = (0, 0)
-        self._num_steps = 0
         self._step_s: deque[float] = deque(maxlen=_KEPT_STEPS)
         self._stepped_s = self._progressed_s = time.monotonic()
         self._waits_since_s: float | None = None
@@ -49,10 +48,16 @@ class WorkerStatus:
         self._client = weakref.ref(client)
         client.explain_worker = self.explain_worker
 
-    def explain_worker(self, rank: int) -> str:
-        """What another worker of this node does, asked of it; "" if it has ended or there is none."""
-        own = (self._address.job, WORKER, rank)
-        asked = [each for each in find_addresses() if (each.job, each.role, each.number) == own]
+    def explain_worker(self, name: str) -> str:
+        """What another worker of this node does, asked of it; "" if nobody of this name answers here.
+
+        Args:
+            name: As in Client.names.
+        """
+        try:
+            asked = [each for each in find_addresses(self._address.job) if each.process_with_pid == name]
+        except OSError:
+            return ""
         return "".join(map(_explain, ask(asked[:1])))
 
     @property

@@ -62,6 +62,11 @@ class Address:
         """The process in words, as logs name it."""
         return f"worker {self.number}" if self.role == WORKER else f"{self.role}{self.number}"
 
+    @property
+    def process_with_pid(self) -> str:
+        """The process in words, with its process id."""
+        return f"{self.process} (pid {self.pid})"
+
 
 def job_id(job: str) -> str:
     """The id by which `coarse status` names the job of an Attempt."""
