@@ -16,7 +16,7 @@ FORMATTED_SOURCES = $(shell find coarse tests benchmarks -name '*.cpp' -o -name 
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help train train-tf experiments benchmarks gpu docs wheels quick test test-all lint python-test native-test native-test-asan native-test-tsan clean
+.PHONY: help train train-tf experiments benchmarks gpu docs model wheels quick test test-all lint python-test native-test native-test-asan native-test-tsan clean
 
 help:  ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*  ## /\1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -35,6 +35,9 @@ gpu: $(INSTALLED)  ## Run what only a GPU decides: tests and benchmarks, in a ta
 
 docs: $(INSTALLED)  ## Build the documentation as a site in build/site; broken links are errors.
 	$(BIN)/python -m sphinx -W --keep-going -q -c docs/site . build/site -d build/site-doctrees
+
+model:  ## Check the model of membership changes by Spin (minutes; skipped where Spin is missing).
+	@$(PYTHON) tests/models/membership_model.py
 
 wheels: $(INSTALLED)  ## Build a wheel for this Python into dist/, for C libraries from glibc 2.28 on (minutes).
 	$(BIN)/python packaging/wheels.py
