@@ -85,7 +85,7 @@ byte finished;
 
 /* A free rank has no member in this epoch, nor in one that has a step in progress. */
 #ifdef MISTAKE_RANK_AT_ONCE
-#define isOver(rank) true
+#define isOver(rank) (!has(members[nextEpoch], rank)) /* steps of the epoch before may be in progress */
 #else
 #define isOver(rank) (!has(members[settledEpoch], rank) && !has(members[nextEpoch], rank))
 #endif

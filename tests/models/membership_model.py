@@ -72,10 +72,15 @@ QUICK = [
 ]
 """Bounds for every run of the tests."""
 
-FULL: list[Bounds] = [
+FULL = [
     Bounds(steps=2, deaths=2),
+    Bounds(steps=2, deaths=2, min_workers=2),
+    Bounds(steps=2, deaths=1, device_deaths=1),
+    Bounds(steps=4, deaths=1, joins=1),
+    Bounds(steps=3, founders=0b011, deaths=1, joins=1, device_deaths=1),
+    Bounds(steps=4, deaths=2, joins=2, device_deaths=1, bits=33),
 ]
-"""Bounds of `make model`, all exhaustive but the last."""
+"""Bounds of `make model`, exhaustive but for the last."""
 
 MISTAKES = {
     "PUSH_BEFORE_DATA": Bounds(steps=1),
