@@ -53,6 +53,7 @@ byte contribution[WORKERS * SHARDS]; /* its step, stored before it is counted */
 byte epochOf[WORKERS * SHARDS];      /* its epoch */
 bool isPresent[WORKERS * SHARDS];    /* false: a device has stood in for a lost worker */
 byte done[WORKERS * SHARDS];         /* completion flags */
+byte completed[SHARDS];              /* the step of the last result, written before its flags (UpdateRecord) */
 byte members[MOST_EPOCHS];           /* the epochs */
 byte firstStep[MOST_EPOCHS];
 byte nextEpoch;                      /* written before the completion flags of the boundary */
@@ -114,7 +115,7 @@ start:
       :: isBroken || finished -> goto end
       fi;
       do
-      :: atomic { i < SHARDS && done[of(rank, i)] == step - 1 ->
+      :: atomic { i < SHARDS && completed[i] == step - 1 ->
           slot[of(rank, i)] = HALF;
           i++;
           if
@@ -211,6 +212,12 @@ end: /* the launcher starts a newcomer, who gets the lowest free rank */
 #define mayClaim(rank) true
 #else
 #define mayClaim(rank) (claimed[of(rank, shard)] < step)
+#endif
+
+#ifdef MISTAKE_WRITE_VACANT /* as devices do today: a late one overwrites what a newcomer has there */
+#define isReceiver(rank) true
+#else
+#define isReceiver(rank) has(members[epoch], rank)
 #endif
 
 #define turn() shard = 0; step = 0; epoch = 0; client = 0; mask = 0; isStandIn = false; goto end
@@ -317,6 +324,7 @@ record: /* and counts the arrival */
       assert(mask == pushed[at(step, shard)]); /* whose contribution had arrived, and nobody else's */
       assert(mean[at(step, shard)] == 0);      /* one mean a shard */
       mean[at(step, shard)] = mask;
+      completed[shard] = step;
 
       /* The boundary's device decides the next epoch. */
 #ifndef MISTAKE_NO_BOUNDARY
@@ -339,8 +347,12 @@ record: /* and counts the arrival */
     }
     do
     :: atomic { client < WORKERS ->
-        slot[of(client, shard)] = mean[at(step, shard)];
-        done[of(client, shard)] = step;
+        if
+        :: isReceiver(client) ->
+          slot[of(client, shard)] = mean[at(step, shard)];
+          done[of(client, shard)] = step
+        :: else
+        fi;
         client++;
         if
         :: client == WORKERS -> turn()

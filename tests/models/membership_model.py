@@ -76,9 +76,9 @@ FULL = [
     Bounds(steps=2, deaths=2),
     Bounds(steps=2, deaths=2, min_workers=2),
     Bounds(steps=2, deaths=1, device_deaths=1),
+    Bounds(steps=3, founders=0b011, deaths=1, joins=1),
     Bounds(steps=4, deaths=1, joins=1),
-    Bounds(steps=3, founders=0b011, deaths=1, joins=1, device_deaths=1),
-    Bounds(steps=4, deaths=2, joins=2, device_deaths=1, bits=33),
+    Bounds(steps=4, deaths=2, joins=2, device_deaths=1, bits=26),
 ]
 """Bounds of `make model`, exhaustive but for the last."""
 
@@ -89,6 +89,7 @@ MISTAKES = {
     "NO_CLAIM": Bounds(steps=1, deaths=1),
     "NO_BOUNDARY": Bounds(steps=2, deaths=1),
     "RANK_AT_ONCE": Bounds(steps=3, deaths=1, joins=1),
+    "WRITE_VACANT": Bounds(steps=3, founders=0b011, deaths=1, joins=1),
 }
 """Planted mistakes (macros MISTAKE_...), and bounds within which each one shows."""
 
