@@ -181,7 +181,7 @@ def test_a_driver_that_is_too_old_is_told_what_to_install():
 
 
 def test_without_a_compiler_it_is_told_what_to_install():
-    with pytest.raises(CoarseError, match=r"NVRTC, which was not found: pip install 'coarse\[cuda\]'"):
+    with pytest.raises(CoarseError, match=r"NVRTC, which was not found: pip install 'coarse-train\[cuda\]'"):
         choose_compiler([], (13, 0), 90)
 
 

@@ -19,7 +19,9 @@ def only_wheels_of(monkeypatch, tmp_path):
 
 
 def test_nccl_that_is_not_there_is_named_with_what_to_install():
-    with pytest.raises(_native.NcclError, match=rf"there is no NCCL: {SONAME}.*pip install 'coarse\[nccl\]'"):
+    with pytest.raises(
+        _native.NcclError, match=rf"there is no NCCL: {SONAME}.*pip install 'coarse-train\[nccl\]'"
+    ):
         find_nccl()
 
 
