@@ -223,8 +223,9 @@ inline LinkTableValues separateLinks(std::size_t numEndpoints, double gbytesPerS
 /// Threads: a Client belongs to the thread that uses it, the proxies' control functions to the test's own.
 class Cluster {
  public:
+  explicit Cluster(ClusterShape shape) : Cluster(shape, nullptr, {}) {}
   /// @param links those that are emulated; none without.
-  explicit Cluster(ClusterShape shape, const std::optional<LinkTableValues>& links = std::nullopt)
+  Cluster(ClusterShape shape, const std::optional<LinkTableValues>& links)
       : Cluster(shape, links ? makeLinkTable(*links) : nullptr, {}) {}
   /// @param linkTable that of all nodes; null for real links.
   Cluster(ClusterShape shape, std::shared_ptr<const Memory> linkTable, NodeIndex index)
