@@ -504,8 +504,7 @@ WaitStatus Client::waitForShards(const Group& group, std::uint32_t first, std::u
   // Every unfinished shard needs its own completion, so an earlier wake-up would be useless.
   std::uint32_t numUnfinished = 0;
   for (std::uint32_t i = first; i < last; ++i) numUnfinished += isShardDone(group, i) ? 0 : 1;
-  if (numUnfinished == 0) return WaitStatus::kDone;
-  while (isShardDone(group, shard)) ++shard;
+  if (areDone()) return WaitStatus::kDone;  // else `shard` is the first unfinished one
   const TimelineSpan span([&](TimelineEvent& event) {
     const std::uint32_t step = group.tensors[group.plan.shards[shard].tensor].step;
     describe(event, EventKind::kWait, group, {shard, shard + 1, step});
