@@ -177,7 +177,8 @@ void Proxy::finishNodesShard(TensorGroup& group, const RingEntry& entry) {
 void Proxy::openRings(const RingMemory& rings, const CollectiveMemory& collectives) {
   const auto findGroup = [this](std::uint32_t group) { return groups_.find(group); };
   const auto finish = [this](TensorGroup& group, const RingEntry& entry, const ShardShape& shape) {
-    count(group, entry.shard);
+    // Clients of other devices may have pushed the next step, with other flags.
+    count(group, entry.shard, static_cast<std::size_t>(group.plan().shards[entry.shard].algorithm));
     noteReduced(group, entry);
     for (const std::size_t client : config_.localClients) letPull(group, entry, shape, client);
   };
@@ -601,13 +602,16 @@ void Proxy::takeMean(TensorGroup& group, const RingEntry& entry) {
 }
 
 void Proxy::count(const TensorGroup& group, std::uint32_t shard) noexcept {
+  const bool isByMean = isUpdateByMean(group.control().contribution(shard, 0).flags);
+  count(group, shard,
+        isByMean ? kUpdateByMean : static_cast<std::size_t>(group.plan().shards[shard].algorithm));
+}
+
+void Proxy::count(const TensorGroup& group, std::uint32_t shard, std::size_t way) noexcept {
   const ShardShape shape = group.shape(shard);
   const std::uint64_t numBytes = shape.numElements * itemBytes(shape.dtype);
   numShards_.fetch_add(1, std::memory_order_relaxed);
   numBytes_.fetch_add(numBytes, std::memory_order_relaxed);
-  const bool isByMean = isUpdateByMean(group.control().contribution(shard, 0).flags);
-  const std::size_t way =
-      isByMean ? kUpdateByMean : static_cast<std::size_t>(group.plan().shards[shard].algorithm);
   config_.metrics.add(Metric::kReducedShards, 1, way);
   // Of a table only some rows were reduced, which are not counted.
   if (!group.plan().isTable(group.plan().shards[shard]))

@@ -190,7 +190,9 @@ class Proxy {
   void letPull(TensorGroup& group, const RingEntry& entry, const ShardShape& shape, std::size_t client);
   void finishShard(TensorGroup& group, const RingEntry& entry, std::size_t client) noexcept;
   void finishForAll(TensorGroup& group, const RingEntry& entry) noexcept;
+  /// Before client 0 may push the shard again.
   void count(const TensorGroup& group, std::uint32_t shard) noexcept;
+  void count(const TensorGroup& group, std::uint32_t shard, std::size_t way) noexcept;
   void wakeOthers() noexcept;
   bool hasUnfinishedShard() const noexcept;
   void report(int client, std::string message);
