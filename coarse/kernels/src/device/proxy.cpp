@@ -24,9 +24,8 @@ RingEntry newestEntry(const TensorGroup& group, std::uint32_t shard) noexcept {
           0};
 }
 
-void describe(TimelineEvent& event, EventKind kind, const TensorGroup& group,
-              const RingEntry& entry) noexcept {
-  const ShardShape shape = group.shape(entry.shard);
+void describe(TimelineEvent& event, EventKind kind, const TensorGroup& group, const RingEntry& entry,
+              const ShardShape& shape) noexcept {
   event.kind = kind;
   event.group = group.plan().id;
   event.index = entry.shard;
@@ -35,11 +34,11 @@ void describe(TimelineEvent& event, EventKind kind, const TensorGroup& group,
 }
 
 /// Records in the timeline that others than sync cores have finished a shard.
-void noteReduced(const TensorGroup& group, const RingEntry& entry) noexcept {
+void noteReduced(const TensorGroup& group, const RingEntry& entry, const ShardShape& shape) noexcept {
   Recorder* const timeline = recorder();
   if (timeline == nullptr) return;
   TimelineEvent event;
-  describe(event, EventKind::kReduced, group, entry);
+  describe(event, EventKind::kReduced, group, entry, shape);
   event.startNs = timelineNow();
   timeline->record(event);
 }
@@ -177,9 +176,10 @@ void Proxy::finishNodesShard(TensorGroup& group, const RingEntry& entry) {
 void Proxy::openRings(const RingMemory& rings, const CollectiveMemory& collectives) {
   const auto findGroup = [this](std::uint32_t group) { return groups_.find(group); };
   const auto finish = [this](TensorGroup& group, const RingEntry& entry, const ShardShape& shape) {
-    // Clients of other devices may have pushed the next step, with other flags.
-    count(group, entry.shard, static_cast<std::size_t>(group.plan().shards[entry.shard].algorithm));
-    noteReduced(group, entry);
+    // Clients of other devices may have pushed the next step, with another shape and other flags.
+    const auto way = static_cast<std::size_t>(group.plan().shards[entry.shard].algorithm);
+    count(group, entry.shard, shape, way);
+    noteReduced(group, entry, shape);
     for (const std::size_t client : config_.localClients) letPull(group, entry, shape, client);
   };
   if (!rings.bufferFds.empty()) {
@@ -286,7 +286,8 @@ void Proxy::addMemory(const std::shared_ptr<const TensorMemory>& memory) {
   }
   memories_.push_back({memory,
                        memory->makeCompute([this](const ShardTask& task) {
-                         if (!task.group->memory().isHost()) noteReduced(*task.group, task.entry);
+                         if (!task.group->memory().isHost())
+                           noteReduced(*task.group, task.entry, task.group->shape(task.entry.shard));
                          if (task.arrays != nullptr) return task.arrays->finish();
                          if (task.pieces.empty()) return concludeShard(*task.group, task.entry);
                          deviceExchange_->reduced(task.entry);
@@ -550,8 +551,9 @@ std::optional<MonotonicNs> Proxy::untilNext() const noexcept {
 void Proxy::reduceForNodes(TensorGroup& group, const RingEntry& entry, ShardArrays arrays) {
   if (group.memory().isHost()) {
     {
-      const TimelineSpan span(
-          [&](TimelineEvent& event) { describe(event, EventKind::kReduce, group, entry); });
+      const TimelineSpan span([&](TimelineEvent& event) {
+        describe(event, EventKind::kReduce, group, entry, group.shape(entry.shard));
+      });
       reduceArrays(group, entry.shard, arrays);
     }
     return arrays.finish();
@@ -603,12 +605,12 @@ void Proxy::takeMean(TensorGroup& group, const RingEntry& entry) {
 
 void Proxy::count(const TensorGroup& group, std::uint32_t shard) noexcept {
   const bool isByMean = isUpdateByMean(group.control().contribution(shard, 0).flags);
-  count(group, shard,
-        isByMean ? kUpdateByMean : static_cast<std::size_t>(group.plan().shards[shard].algorithm));
+  const auto algorithm = static_cast<std::size_t>(group.plan().shards[shard].algorithm);
+  count(group, shard, group.shape(shard), isByMean ? kUpdateByMean : algorithm);
 }
 
-void Proxy::count(const TensorGroup& group, std::uint32_t shard, std::size_t way) noexcept {
-  const ShardShape shape = group.shape(shard);
+void Proxy::count(const TensorGroup& group, std::uint32_t shard, const ShardShape& shape,
+                  std::size_t way) noexcept {
   const std::uint64_t numBytes = shape.numElements * itemBytes(shape.dtype);
   numShards_.fetch_add(1, std::memory_order_relaxed);
   numBytes_.fetch_add(numBytes, std::memory_order_relaxed);

@@ -192,7 +192,8 @@ class Proxy {
   void finishForAll(TensorGroup& group, const RingEntry& entry) noexcept;
   /// Before client 0 may push the shard again.
   void count(const TensorGroup& group, std::uint32_t shard) noexcept;
-  void count(const TensorGroup& group, std::uint32_t shard, std::size_t way) noexcept;
+  void count(const TensorGroup& group, std::uint32_t shard, const ShardShape& shape,
+             std::size_t way) noexcept;
   void wakeOthers() noexcept;
   bool hasUnfinishedShard() const noexcept;
   void report(int client, std::string message);
