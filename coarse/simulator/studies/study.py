@@ -31,7 +31,7 @@ class Basis(Enum):
     """It follows by arithmetic or counting, and agrees to the digits that the document prints."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Comparison:
     """A document's figure, and ours.
 
@@ -39,9 +39,9 @@ class Comparison:
         what: The quantity and its case, e.g. "AlexNet, 4 GPUs, batch 32".
         document: The document's figure.
         simulated: Ours, in the same unit.
-        unit: e.g. "s"; "" for a ratio.
         source: Table, figure or section, e.g. "Table 2.6".
         basis: Fitted, predicted or exact.
+        unit: e.g. "s"; "" for a ratio.
         reason: Why it does not agree; "" if it agrees or the reason is unknown.
 
     Raises:
@@ -51,9 +51,9 @@ class Comparison:
     what: str
     document: float
     simulated: float
-    unit: str = ""
     source: str
     basis: Basis
+    unit: str = ""
     reason: str = ""
 
     def __post_init__(self) -> None:

@@ -23,32 +23,11 @@ LARGE_WORK = 2560 / 280
 """Table 5.6: FLOP of 640 x 640 x 386 by those of 256 x 256 x 256."""
 
 
-def _row(
-    what: str,
-    document: float,
-    simulated: float,
-    source: str,
-    basis: Basis,
-    unit: str = "",
-    *,
-    reason: str = "",
-) -> Comparison:
-    return Comparison(
-        what=what,
-        document=document,
-        simulated=simulated,
-        unit=unit,
-        source=source,
-        basis=basis,
-        reason=reason,
-    )
-
-
 def transfer_figures() -> Iterator[Comparison]:
     """Chapters 3 and 4: bandwidths, switch-over sizes, all-reduces of the host."""
     for source, machine, table in TABLE_3_1:
         for (one, other), document in table.items():
-            yield _row(
+            yield Comparison(
                 f"{machine.name}, {one.value} to {other.value}",
                 document,
                 transfers.bandwidth_mbytes_per_s(machine, one, other),
@@ -56,7 +35,7 @@ def transfer_figures() -> Iterator[Comparison]:
                 _FITTED if other is Memory.HOST else _PREDICTED,
                 "MB/s",
             )
-    yield _row(
+    yield Comparison(
         "Sandy Bridge: direct is faster up to",
         8,
         transfers.switch_bytes(SANDY_BRIDGE) / 1000,
@@ -64,7 +43,7 @@ def transfer_figures() -> Iterator[Comparison]:
         _FITTED,
         "kB",
     )
-    yield _row(
+    yield Comparison(
         "Ivy Bridge: direct is faster up to",
         32,
         transfers.switch_bytes(IVY_BRIDGE) / 1000,
@@ -75,7 +54,7 @@ def transfer_figures() -> Iterator[Comparison]:
         "here; the FDR link's rate is not printed",
     )
     for gpus, document in ((2, 8), (16, 2)):
-        yield _row(
+        yield Comparison(
             f"GASPI all-reduce of {gpus} GPUs, GPU buffers to host buffers",
             document,
             collectives.gaspi_us(gpus, has_gpu_buffers=True)
@@ -90,9 +69,13 @@ def transfer_figures() -> Iterator[Comparison]:
 def put_get_figures() -> Iterator[Comparison]:
     """Chapter 5: puts that a GPU posts."""
     gpu, host = (put_get.half_round_us(control) for control in (GPU_QUEUES, HOST_QUEUES))
-    yield _row("Infiniband put by a GPU, queues on the GPU", 12.7, gpu, "section 5.5.4", _PREDICTED, "us")
-    yield _row("Infiniband put by a GPU, queues on the host", 13.6, host, "section 5.5.4", _PREDICTED, "us")
-    yield _row(
+    yield Comparison(
+        "Infiniband put by a GPU, queues on the GPU", 12.7, gpu, "section 5.5.4", _PREDICTED, "us"
+    )
+    yield Comparison(
+        "Infiniband put by a GPU, queues on the host", 13.6, host, "section 5.5.4", _PREDICTED, "us"
+    )
+    yield Comparison(
         "what queues on the host add",
         1,
         host - gpu,
@@ -101,7 +84,7 @@ def put_get_figures() -> Iterator[Comparison]:
         "us",
         reason="Table 5.4 has 1.8 us between the two posts; some of its posted writes must overlap with the flight",
     )
-    yield _row(
+    yield Comparison(
         "Infiniband put by the host for a GPU, with Extoll's flag",
         12.2,
         put_get.host_assisted_us(PUT_US.value),
@@ -111,7 +94,7 @@ def put_get_figures() -> Iterator[Comparison]:
         reason="on Extoll a flag costs 1.5 us; here the helper also completes each put and answers the GPU, for "
         "which the text has no times",
     )
-    yield _row(
+    yield Comparison(
         "Extoll put by a GPU without notification",
         5.1,
         put_get.rma_half_round_us(has_notifications=False),
@@ -119,7 +102,7 @@ def put_get_figures() -> Iterator[Comparison]:
         _PREDICTED,
         "us",
     )
-    yield _row(
+    yield Comparison(
         "Extoll put by a GPU with notifications",
         15.9,
         put_get.rma_half_round_us(has_notifications=True),
@@ -127,7 +110,7 @@ def put_get_figures() -> Iterator[Comparison]:
         _FITTED,
         "us",
     )
-    yield _row(
+    yield Comparison(
         "Extoll put by the host for a GPU",
         6.4,
         put_get.host_assisted_us(RMA_PUT_US.value),
@@ -145,7 +128,7 @@ def _rates() -> Iterator[Comparison]:
         for control in (GPU_QUEUES, HOST_QUEUES)
         for number in (1, 16, 32)
     }
-    yield _row(
+    yield Comparison(
         "messages per second, 1 connection",
         93.8,
         rate[GPU_QUEUES, 1],
@@ -153,7 +136,7 @@ def _rates() -> Iterator[Comparison]:
         _EXACT,
         "1000/s",
     )
-    yield _row(
+    yield Comparison(
         "messages per second, 16 connections",
         1500,
         rate[GPU_QUEUES, 16],
@@ -161,7 +144,7 @@ def _rates() -> Iterator[Comparison]:
         _EXACT,
         "1000/s",
     )
-    yield _row(
+    yield Comparison(
         "rate of 16 connections by that of 1",
         15,
         rate[GPU_QUEUES, 16] / rate[GPU_QUEUES, 1],
@@ -169,7 +152,7 @@ def _rates() -> Iterator[Comparison]:
         _PREDICTED,
     )
     for number, document, basis in ((1, 0.8, _PREDICTED), (32, 0.4, _FITTED)):
-        yield _row(
+        yield Comparison(
             f"rate with queues on the host by that with queues on the GPU, {number} connections",
             document,
             rate[HOST_QUEUES, number] / rate[GPU_QUEUES, number],
@@ -177,7 +160,7 @@ def _rates() -> Iterator[Comparison]:
             basis,
         )
     for control in (GPU_QUEUES, HOST_QUEUES):
-        yield _row(
+        yield Comparison(
             f"size from which puts reach the peak bandwidth, {control.name}",
             32,
             put_get.size_of_peak(control) / KIB,
@@ -194,7 +177,7 @@ def _optimisations() -> Iterator[Comparison]:
         host, gpu = (TABLE_5_4[f"{function}, queues on the {place}"] for place in ("host", "GPU"))
         for step, name in steps:
             saved_us = host[step - 1] - host[step] if step > 1 else 0.0
-            yield _row(
+            yield Comparison(
                 f"{function} with queues on the GPU after '{name}', by the saving on the host",
                 gpu[step],
                 gpu[step - 1] - saved_us,
@@ -215,17 +198,19 @@ def global_address_space_figures() -> Iterator[Comparison]:
     """Chapter 6: requests, bandwidths and barriers."""
     for pattern, counts in TABLE_6_1.items():
         for values, count in zip(TABLE_6_1_VALUES, counts, strict=True):
-            yield _row(
+            yield Comparison(
                 f"requests of {values} {pattern}", count, _requests(pattern, values), "Table 6.1", _EXACT
             )
     stores = {stride: collectives.store_mbytes_per_s(stride) for stride in (1, 2)}
     loads = {stride: collectives.load_mbytes_per_s(stride) for stride in (1, 2)}
-    yield _row("stores, peak", 800, stores[1], "section 6.6.2", _FITTED, "MB/s")
-    yield _row(
+    yield Comparison("stores, peak", 800, stores[1], "section 6.6.2", _FITTED, "MB/s")
+    yield Comparison(
         "consecutive stores by every second value", 7, stores[1] / stores[2], "section 6.6.3", _PREDICTED
     )
-    yield _row("consecutive loads by every second value", 2, loads[1] / loads[2], "section 6.6.3", _PREDICTED)
-    yield _row(
+    yield Comparison(
+        "consecutive loads by every second value", 2, loads[1] / loads[2], "section 6.6.3", _PREDICTED
+    )
+    yield Comparison(
         "loads, 25 of 64 B in flight for 5.6 us each",
         600,
         collectives.loads_in_flight_mbytes_per_s(),
@@ -236,11 +221,11 @@ def global_address_space_figures() -> Iterator[Comparison]:
         "latency without the benchmark's fence and local store is 2.7 us",
     )
     for gpus, document, basis in ((2, 9, _FITTED), (8, 11, _PREDICTED)):
-        yield _row(
+        yield Comparison(
             f"barrier of {gpus} GPUs", document, collectives.barrier_us(gpus), "section 6.7.2", basis, "us"
         )
     for gpus, document in ((2, 18), (8, 22)):
-        yield _row(
+        yield Comparison(
             f"barrier kernel of {gpus} GPUs",
             document,
             collectives.barrier_us(gpus, is_kernel=True),
@@ -259,7 +244,7 @@ def application_figures() -> Iterator[Comparison]:
         (stencil.SIZE_L, True, 13, _PREDICTED),
     )
     for grid, has_mpi, document, basis in figures:
-        yield _row(
+        yield Comparison(
             f"Himeno {grid.name} on 16 GPUs by {'MPI' if has_mpi else 'GASPI'}, speed-up",
             document,
             stencil.strong_speedup(grid, 16, has_mpi=has_mpi),
@@ -267,14 +252,14 @@ def application_figures() -> Iterator[Comparison]:
             basis,
         )
     performance = stencil.stream_performance(LARGE_WORK)
-    yield _row(
+    yield Comparison(
         "Himeno 256 x 256 x 256, GPU-controlled to hybrid",
         0.96,
         stencil.stream_performance(1),
         "section 5.8.4",
         _FITTED,
     )
-    yield _row(
+    yield Comparison(
         "energy efficiency of stream synchronisation over the hybrid, 640 x 640 x 386",
         10,
         100 * stencil.efficiency_gain(performance),
@@ -283,7 +268,7 @@ def application_figures() -> Iterator[Comparison]:
         "%",
     )
     for gpus, document in (("2", 10), ("4 and 8", 15)):
-        yield _row(
+        yield Comparison(
             f"energy efficiency of put/get over MPI at equal speed, {gpus} GPUs",
             document,
             100 * stencil.efficiency_gain(1.0),

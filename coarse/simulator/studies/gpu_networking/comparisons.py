@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 from coarse.simulator.studies.gpu_networking.control_paths import APU, COMP_NET, GDS, GHN, GPU_TN
 from coarse.simulator.studies.gpu_networking.messages import (
@@ -40,26 +41,7 @@ _REDUCTION_BYTES = 64 * _MIB
 _MOST_NODES = 32
 _AT_ONCE = 1e12  # times as fast: all-reduces that take no time
 
-
-def _comparison(
-    what: str,
-    document: float,
-    simulated: float,
-    source: str,
-    basis: Basis,
-    *,
-    unit: str = "us",
-    reason: str = "",
-) -> Comparison:
-    return Comparison(
-        what=what,
-        document=document,
-        simulated=simulated,
-        unit=unit,
-        source=source,
-        basis=basis,
-        reason=reason,
-    )
+_comparison = partial(Comparison, unit="us")
 
 
 def _gain_percent(slower: float, faster: float) -> float:
