@@ -189,15 +189,13 @@ def test_a_job_is_scraped_while_it_trains(job):
         scrape(port)
 
 
-def scrape_with_failures(port):
-    """The survivor may learn of the loss from another memory device before the home device counts it."""
-    deadline = time.monotonic() + 30
-    while True:
-        samples = scrape(port)
-        if any(name == "coarse_failures_total" and value for (name, _), value in samples.items()):
-            return samples
-        assert time.monotonic() < deadline, "no failure was counted"
+def scrape_until_counted(port, name, **labels):
+    """Samples with this counter above 0: memory devices learn of a loss one after the other."""
+    limit_s = time.monotonic() + LIMIT_S
+    while not (samples := scrape(port)).get((name, frozenset(labels.items()))):
+        assert time.monotonic() < limit_s, f"{name} was not counted: {samples}"
         time.sleep(0.05)
+    return samples
 
 
 @pytest.mark.parametrize("killed", [0, 1])
@@ -224,7 +222,7 @@ def test_a_node_is_scraped_after_a_worker_was_killed(job, killed):
     workers[killed].kill()
     survivor = workers[1 - killed]
     survivor.hear()
-    samples = scrape_with_failures(port)
+    samples = scrape_until_counted(port, "coarse_failures_total", device="md0", failure="worker_lost")
     assert sample(samples, "coarse_step_seconds_count", worker=str(killed)) == STEPS - 1
     assert sample(samples, "coarse_failures_total", device="md0", failure="worker_lost") == 1
     survivor.tell()
