@@ -1,17 +1,19 @@
 """How long the others stand still when a worker is killed: COARSE, torchft and torch elastic, in turns.
 
-    python benchmarks/elastic.py [--model digits] [--workers 3] [--rounds 3] [--systems coarse torchft torchrun] [--json FILE]
+    python benchmarks/elastic.py [--model digits] [--workers 3] [--rounds 3] [--systems coarse torchft torchrun]
 
-Each job trains the same model on the same random batches with AdamW. When worker 1 has made `--before` steps, it is killed by
-SIGKILL, at a random moment of a step. Each survivor's clock gives: its median step and the 99th percentile before the kill, its
-longest step after it, and the time from the kill to the end of its next step that counted. Steps that did not count are lost.
-All figures are measured. torchft is a package of its own (`pip install torchft`), and is left out with a word where it is missing.
+Each job trains the same model on the same random batches with AdamW. When worker 1 has made `--before` steps, it is
+killed by SIGKILL, at a random moment of a step. Each survivor's clock gives its median step and the 99th percentile
+before the kill, its longest step after it, and the time from the kill to the end of its next step that counted. Steps
+that did not count are lost. All figures are measured. torchft is a package of its own (`pip install torchft`), and is
+left out with a word where it is missing.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import json
 import os
 import random
@@ -196,7 +198,9 @@ def read_steps(folder: Path, place: int) -> list[Step]:
     path = folder / f"steps-{place}.jsonl"
     if not path.exists():
         return []
-    return [Step(*json.loads(line)) for line in path.read_text().splitlines(keepends=True) if line[-1] == "\n"]
+    return [
+        Step(*json.loads(line)) for line in path.read_text().splitlines(keepends=True) if line[-1] == "\n"
+    ]
 
 
 def summarise(system: str, survivors: list[list[Step]], killed_s: float) -> Outcome:
@@ -215,8 +219,7 @@ def summarise(system: str, survivors: list[list[Step]], killed_s: float) -> Outc
 def longest_wait(steps: list[Step], killed_s: float) -> float:
     """The longest time between the ends of two steps after the kill: a restart of the process is part of it."""
     ends = [step.ended_s for step in steps]
-    pairs = zip(ends, ends[1:], strict=False)
-    return max(later - earlier for earlier, later in pairs if later > killed_s)
+    return max(later - earlier for earlier, later in itertools.pairwise(ends) if later > killed_s)
 
 
 def next_counted(steps: list[Step], killed_s: float) -> float:

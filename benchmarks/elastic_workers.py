@@ -2,8 +2,8 @@
 
     python benchmarks/elastic_workers.py SYSTEM --place N --folder FOLDER --last-step N --model NAME --batch N
 
-A line of FOLDER/steps-PLACE.jsonl is a step: its number, the seconds of the monotonic clock at its begin and end, whether it
-counted, and how many workers it averaged. FOLDER/pid-PLACE has the number of the process.
+A line of FOLDER/steps-PLACE.jsonl is a step: its number, the seconds of the monotonic clock at its begin and end, and
+whether it counted. FOLDER/pid-PLACE has the number of the process.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def train_with_coarse(workload: Workload, log: StepLog, arguments: argparse.Name
 def train_with_torch(workload: Workload, log: StepLog, arguments: argparse.Namespace) -> None:
     """torch DDP under torchrun, which starts all workers again after a loss.
 
-    A restarted job goes on at the last step that every worker had finished, without loading anything: a job that loads a
-    checkpoint loses more.
+    A restarted job goes on at the last step that every worker had finished, without loading anything: a job that
+    loads a checkpoint loses more.
     """
     dist.init_process_group("gloo")
     module = torch.nn.parallel.DistributedDataParallel(workload.module)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TypeVar
 
 import psutil
 
@@ -13,6 +14,11 @@ from coarse.bench.harness.commands import BenchError
 
 MOST_BUSY = 0.1
 """Largest accepted share of the processors' time that other work takes."""
+
+T = TypeVar("T")
+
+ATTEMPTS = 4
+"""How often a measurement that other work has disturbed is made, before it is refused."""
 
 _SAMPLE_S = 1.0
 
@@ -53,6 +59,24 @@ def quiet_throughout(what: str, *, most_busy: float = MOST_BUSY) -> Iterator[Non
     others_s = (_busy_s() - all_before_s) - (_own_s() - own_before_s)
     available_s = (time.monotonic() - began_s) * (psutil.cpu_count() or 1)
     _refuse(what, others_s / available_s, most_busy)
+
+
+def measure_in_quiet(what: str, measure: Callable[[], T], *, most_busy: float = MOST_BUSY) -> T:
+    """Makes a measurement, and makes it again if other work took the processors meanwhile, at most ATTEMPTS times.
+
+    Args:
+        what: The measurement, for the error.
+        measure: Makes it.
+        most_busy: Largest accepted share of the processors' time; infinite to accept all.
+
+    Raises:
+        BusyMachineError: If other work took more each time.
+    """
+    for _ in range(ATTEMPTS - 1):
+        with suppress(BusyMachineError), quiet_throughout(what, most_busy=most_busy):
+            return measure()
+    with quiet_throughout(what, most_busy=most_busy):
+        return measure()
 
 
 def _busy_s() -> float:

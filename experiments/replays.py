@@ -19,7 +19,7 @@ from coarse.machine.catalogue import load_machine
 from coarse.machine.partition_table import PartitionTable
 from coarse.profiler.figures import COLOURS, HATCHES
 from experiments.expectation import Measured
-from experiments.quiet import MOST_BUSY, quiet_throughout
+from experiments.quiet import MOST_BUSY, measure_in_quiet
 
 COARSE, ALL_REDUCE, RING, DENSE, LEAST_DENSE = "coarse", "workers", "allreduce", "dense", "dense-least"
 """Schemes of `coarse bench replay`. ALL_REDUCE takes the algorithm that is measured as the fastest for each size on
@@ -124,7 +124,7 @@ def replay(
     """A replay of a case under a scheme of `coarse bench replay`, at an assumed share of the GPU's peak.
 
     Raises:
-        BusyMachineError: If other work took this host's processors meanwhile, unless it is a quick run.
+        BusyMachineError: If other work took this host's processors in each attempt, unless it is a quick run.
         CoarseError: If it fails.
     """
     case = case.under(scheme)
@@ -159,14 +159,17 @@ def run_tuned(plan: ReplayPlan, *, is_quick: bool) -> ReplayResult:
     """Replays one scheme with the ways of an all-reduce that this process has measured on the same links.
 
     Raises:
-        BusyMachineError: If other work took this host's processors meanwhile, unless it is a quick run.
+        BusyMachineError: If other work took this host's processors in each attempt, unless it is a quick run.
         CoarseError: If it fails.
     """
     workers = PartitionTable.load(plan.partition_table).worker_gpus if plan.partition_table else ()
     known = _fastest_ways.setdefault((plan.machine, workers, plan.num_workers, plan.num_nodes), {})
     what = f"{plan.schemes[0]} on {plan.machine}"
-    with quiet_throughout(what, most_busy=math.inf if is_quick else MOST_BUSY):
-        (result,) = run_replay(replace(plan, known_ways=dict(known)))
+    (result,) = measure_in_quiet(
+        what,
+        lambda: run_replay(replace(plan, known_ways=dict(known))),
+        most_busy=math.inf if is_quick else MOST_BUSY,
+    )
     if len(SCHEMES[result.scheme].ways) > 1:
         known |= result.ways_by_size
     return result

@@ -294,7 +294,7 @@ def compare(fifo: Sequence[Transfer], sharded: Sequence[Transfer], shard_bytes: 
 def overlap(transfers: Sequence[Transfer]) -> float:
     """The fraction of the time in which pushes and pulls are under way at once."""
     either = busy_fraction([replace(transfer, link="either") for transfer in transfers])
-    return sum(busy_fraction(transfers).values()) - sum(either.values())
+    return max(0.0, sum(busy_fraction(transfers).values()) - sum(either.values()))
 
 
 def _percent_busy(transfers: Sequence[Transfer]) -> Measured:

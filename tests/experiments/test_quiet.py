@@ -9,7 +9,9 @@ import time
 import pytest
 
 from experiments import quiet
-from experiments.quiet import BusyMachineError, quiet_throughout, require_quiet
+from experiments.quiet import ATTEMPTS, BusyMachineError, measure_in_quiet, quiet_throughout, require_quiet
+
+refuse = quiet._refuse
 
 
 def test_other_work_is_told_with_its_share():
@@ -33,6 +35,25 @@ def test_other_work_during_a_measurement_is_told():
                 time.sleep(0.5)
         finally:
             busy.kill()
+
+
+def test_a_disturbed_measurement_is_made_again(monkeypatch):
+    shares = iter([0.5, 0.3, 0.0])
+    monkeypatch.setattr(quiet, "_refuse", lambda what, busy, most: refuse(what, next(shares), most))
+    made = []
+    assert measure_in_quiet("trial", lambda: made.append(len(made)) or made[-1]) == 2
+    assert made == [0, 1, 2]
+
+
+def test_a_measurement_that_is_always_disturbed_is_refused():
+    made = []
+    with subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) as busy:
+        try:
+            with pytest.raises(BusyMachineError, match="trial: other work takes"):
+                measure_in_quiet("trial", lambda: made.append(time.sleep(0.2)), most_busy=0.01)
+        finally:
+            busy.kill()
+    assert len(made) == ATTEMPTS
 
 
 def test_the_measurements_own_work_does_not_count(monkeypatch):

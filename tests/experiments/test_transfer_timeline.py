@@ -59,6 +59,13 @@ def test_the_overlap_is_the_time_in_which_both_directions_are_busy():
     assert fig09.overlap(spans("push", (0, 4), (6, 8)) + spans("pull", (2, 7), (8, 10))) == pytest.approx(0.3)
 
 
+@pytest.mark.parametrize("middle", [0.1 * k for k in range(1, 30)])
+def test_directions_in_turn_do_not_overlap_by_less_than_nothing(middle):
+    in_turn = spans("push", (0, middle), (3.7, 4.1)) + spans("pull", (middle, 3.7), (4.1, 9.3))
+    assert fig09.overlap(in_turn) >= 0
+    assert fig09._percent_busy(in_turn).value == pytest.approx(0, abs=1e-9)
+
+
 def test_whole_tensors_are_on_the_link_one_at_a_time():
     """A real run on emulated links takes as long as the links of both directions, and not less."""
     tables = tuple(RoutingTable(lat_proxy=worker, bw_proxy=worker) for worker in range(4))
