@@ -130,23 +130,24 @@ def replay(
     case = case.under(scheme)
     key = (scheme, case, share)
     if key not in _done:
-        is_dense = scheme in (DENSE, LEAST_DENSE)
         progress(f"{case}: {scheme} at {share:.0%} of the peak")
-        _done[key] = run_tuned(
-            ReplayPlan(
-                schemes=(scheme,),
-                trace=case.trace(share),
-                machine=case.machine,
-                num_workers=case.num_workers,
-                num_nodes=case.nodes,
-                partition_table=case.partition_table or case.machine,
-                time_dilation=_time_dilation(case, scheme),
-                measures=case.measures,
-                steps=1 if is_dense else steps,
-            ),
-            is_quick=is_quick,
-        )
+        _done[key] = run_tuned(plan_of(case, scheme, share, steps=steps), is_quick=is_quick)
     return _done[key]
+
+
+def plan_of(case: Case, scheme: str, share: float, *, steps: int) -> ReplayPlan:
+    """The replay of a case under a scheme; DENSE makes one step."""
+    return ReplayPlan(
+        schemes=(scheme,),
+        trace=case.trace(share),
+        machine=case.machine,
+        num_workers=case.num_workers,
+        num_nodes=case.nodes,
+        partition_table=case.partition_table or case.machine,
+        time_dilation=_time_dilation(case, scheme),
+        measures=case.measures,
+        steps=1 if scheme in (DENSE, LEAST_DENSE) else steps,
+    )
 
 
 def _time_dilation(case: Case, scheme: str) -> float:

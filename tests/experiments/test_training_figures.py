@@ -8,13 +8,37 @@ import pytest
 from planning import key_of, profile_of
 
 from coarse.bench.pace import Pacing
+from coarse.bench.replay.driver import check_replay
 from experiments.common import DIFFERS, WITHIN
 from experiments.expectation import HIGHER, LOWER, OTHER, Measured
 from experiments.fig02_communication_share import run as fig02
 from experiments.fig13_cci_bandwidth import run as fig13
 from experiments.fig16_training_time import run as fig16
 from experiments.fig17_blocked_time import run as fig17
-from experiments.replays import COARSE, DENSE, LEAST_DENSE, SHARES, Case, over_shares
+from experiments.replays import (
+    ALL_REDUCE,
+    COARSE,
+    DENSE,
+    LEAST_DENSE,
+    RING,
+    SHARES,
+    Case,
+    over_shares,
+    plan_of,
+)
+
+CASES = (
+    *(panel.case for panel in (*fig16.PANELS, *fig17.PANELS)),
+    *(case for panel in fig16.BATCH_PANELS for case in (panel.ours, panel.theirs)),
+    fig17.HIDDEN,
+)
+
+
+@pytest.mark.parametrize("case", dict.fromkeys(CASES), ids=str)
+def test_machines_have_the_places_of_every_panel(case):
+    for scheme in (COARSE, ALL_REDUCE, RING, *((DENSE, LEAST_DENSE) if case.nodes == 1 else ())):
+        check_replay(plan_of(case.under(scheme), scheme, SHARES[0], steps=1))
+
 
 # ---- Figures 3 and 13 ----
 

@@ -90,6 +90,10 @@ def test_computation_passes_and_hides_synchronisation():
         ({"num_workers": 0}, "start at 1"),
         ({"num_nodes": 3}, "2 workers cannot be divided evenly among 3 nodes"),
         ({"num_nodes": 0}, "among 0 nodes"),
+        (
+            {"num_workers": 6, "num_nodes": 2, "partition_table": "aws-p3"},
+            "is for 4 workers, but this job has 3",
+        ),
         ({"time_dilation": 0.0}, "above 0"),
         ({"alone_steps": -1}, "at 0"),
         ({"measures": "luck"}, "not 'luck'"),

@@ -394,7 +394,8 @@ def check_replay(plan: ReplayPlan) -> None:
         BenchError: If this host lacks the memory.
     """
     for scheme in plan.schemes:
-        require_links(scheme, plan.num_workers, {**_settings(plan), **SCHEMES[scheme].settings})
+        settings = {**_settings(plan), **SCHEMES[scheme].settings}
+        require_links(scheme, plan.num_workers, plan.num_nodes, settings)
     require_room(plan.trace, plan.num_workers)
 
 

@@ -11,12 +11,13 @@ from coarse.emulation.machine import choose_emulation
 from coarse.machine.partition_table import choose_partition_table
 
 
-def require_links(scheme: str, num_workers: int, settings: Mapping[str, Any]) -> None:
+def require_links(scheme: str, num_workers: int, num_nodes: int, settings: Mapping[str, Any]) -> None:
     """Refuses workers and memory devices that the machine does not have.
 
     Args:
         scheme: Its name, for the error.
-        num_workers: Number of workers.
+        num_workers: Number of workers on all nodes.
+        num_nodes: Number of equal machines.
         settings: As of the scheme's workers: machine, time_dilation, memory_devices, partition_table, dense.
 
     Raises:
@@ -26,7 +27,9 @@ def require_links(scheme: str, num_workers: int, settings: Mapping[str, Any]) ->
         raise ValueError("one worker has nothing to synchronise: replay at least two (--workers)")
     try:
         table = choose_partition_table(
-            settings["partition_table"], num_workers=num_workers, devices=int(settings["memory_devices"])
+            settings["partition_table"],
+            num_workers=num_workers // num_nodes,
+            devices=int(settings["memory_devices"]),
         )
         choose_emulation(
             settings["machine"],
