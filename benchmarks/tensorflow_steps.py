@@ -245,11 +245,11 @@ def sync_times(strategy: Any, model: Any, num_steps: int) -> dict[str, float]:
     )
 
     strategy.close()
-    from coarse.launch import Launch
+    from coarse.launcher_environment import LauncherEnvironment
     from coarse.schema import TensorSpec
     from coarse.tensorflow.session import join_session
 
-    session = join_session(Launch.from_environment(), 1)
+    session = join_session(LauncherEnvironment.from_environment(), 1)
     arrays = [2 * each.numpy() for each in gradients]
     group = session.register(
         "gradients",

@@ -43,8 +43,8 @@ from coarse.session_checks import (
     settings_for_nodes,
 )
 from coarse.settings import Settings
+from coarse.startup.device_connections import Joining, NodeDevices, agree_on_profile, connect, provide_devices
 from coarse.startup.device_processes import DeviceProcesses
-from coarse.startup.join import Joining, NodeDevices, agree_on_profile, connect, provide_devices
 from coarse.startup.node_address import try_address_of_this_node
 from coarse.startup.persistent_devices import Keeping
 from coarse.status.address import job_id

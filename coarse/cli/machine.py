@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coarse.machine.catalogue import load_machine, machine_names
+from coarse.machine.description import GPUS, KINDS, Figure, Machine
 from coarse.machine.partition_table import PartitionTable, partition_table_names
-from coarse.machine.profile import GPUS, KINDS, Figure, Machine
 
 if TYPE_CHECKING:  # slow to import; `coarse --help` must not load these
     from coarse.machine.host import Host
@@ -107,7 +107,7 @@ def check_file(path: Path) -> str:
     Raises:
         ValueError: If the file describes neither a machine nor a partition table; the message names file and line.
     """
-    from coarse.machine.profile_file import read_machine
+    from coarse.machine.machine_file import read_machine
     from coarse.machine.toml_lines import read_toml
 
     if "memory_device" in read_toml(path).values:

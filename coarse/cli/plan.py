@@ -18,8 +18,8 @@ from coarse.settings import Settings
 if TYPE_CHECKING:  # slow to import; `coarse --help` must not load these
     from coarse.bench.replay.trace import ComputeTrace
     from coarse.cli.what_if import Here
+    from coarse.machine.description import Machine
     from coarse.machine.partition_table import PartitionTable
-    from coarse.machine.profile import Machine
     from coarse.profiler.curve import Curve
     from coarse.profiler.direct_allreduce import Collectives
     from coarse.profiler.dual_sync import DualSyncPlan, SyncCosts

@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from coarse.machine.description import Machine
 from coarse.machine.named_files import find, names_in
-from coarse.machine.profile import Machine
 
-_PROFILES = Path(__file__).with_name("profiles")
+_PRESETS = Path(__file__).with_name("presets")
 
 
 def machine_names() -> list[str]:
     """Names that `load_machine` accepts, in alphabetical order."""
-    return names_in(_PROFILES)
+    return names_in(_PRESETS)
 
 
 def load_machine(name: str | os.PathLike[str]) -> Machine:
@@ -25,6 +25,6 @@ def load_machine(name: str | os.PathLike[str]) -> Machine:
     Raises:
         ValueError: If the machine does not exist (suggests the nearest names), or its file is wrong.
     """
-    from coarse.machine.profile_file import read_machine
+    from coarse.machine.machine_file import read_machine
 
-    return read_machine(find(name, _PROFILES, what="machine"))
+    return read_machine(find(name, _PRESETS, what="machine"))

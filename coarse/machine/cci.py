@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from coarse.machine.description import Figure
 from coarse.machine.links import Bucket, LinkTable, Path
-from coarse.machine.profile import Figure
 
 READ, WRITE = "read", "write"
 """Directions of an access, as seen from the processor."""

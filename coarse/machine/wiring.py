@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from coarse.machine.links import Bucket, LinkTable, Path
 
 if TYPE_CHECKING:
+    from coarse.machine.description import Link, Machine, Network, PathClass
     from coarse.machine.partition_table import PartitionTable
-    from coarse.machine.profile import Link, Machine, Network, PathClass
 
 
 def link_table(machine: Machine, table: PartitionTable, *, num_nodes: int = 1) -> LinkTable:

@@ -12,7 +12,7 @@ from coarse.kernels import _native
 from coarse.metrics.reader import MetricsReader
 from coarse.metrics.writer import MetricsWriter
 from coarse.proxy.memory import DeviceMemory
-from coarse.proxy.nccl_join import NcclJoin, write_nccl_id
+from coarse.proxy.nccl_communicator import NcclCommunicator, write_nccl_id
 from coarse.settings import SCHEDULING_CHOICES
 from coarse.wire.device_job import (
     COLLECTIVE_LOGS,
@@ -45,7 +45,7 @@ class DataPath:
         self._job = job
         self._event_fd = event_fd
         self._look_again = look_again
-        self._nccl: NcclJoin | None = None
+        self._nccl: NcclCommunicator | None = None
         self.nccl_problem = ""
         """Why NCCL cannot be chosen although it was requested."""
         self._link_fds = [fd for fds in job.link_fds for fd in fds]
@@ -124,7 +124,7 @@ class DataPath:
             from coarse.proxy.memory.cuda import CudaMemory
 
             assert isinstance(self._memory, CudaMemory)
-            self._nccl = NcclJoin(self._job, self._memory, self._shared[NCCL_ID], self._look_again)
+            self._nccl = NcclCommunicator(self._job, self._memory, self._shared[NCCL_ID], self._look_again)
         try:
             return self._nccl.result() is not None
         except _native.NcclError as error:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from coarse.machine.profile import Figure
+from coarse.machine.description import Figure
 from coarse.simulator.network import Network, Route
 
 _BYTES_PER_S = 1e9  # for one GB/s

@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from coarse.machine.profile import Figure
+from coarse.machine.description import Figure
 from coarse.simulator.training_step import StepResult
 
 _BYTES_PER_S = 1e9  # for one GB/s

@@ -8,7 +8,7 @@ import os
 from coarse.env import WorkerIdentity, job_secret
 from coarse.errors import RendezvousError
 from coarse.job_secret import JobSecret
-from coarse.launch import Launch, unserved
+from coarse.launcher_environment import LauncherEnvironment, unserved
 from coarse.rendezvous import WorkerAddress, gather_workers
 from coarse.session import Session
 from coarse.settings import Settings
@@ -16,7 +16,7 @@ from coarse.socket_store import Address, PrefixStore, SocketStore, TcpAddress, s
 from coarse.store_server import StoreServer
 
 
-def join_session(launch: Launch, number: int) -> Session:
+def join_session(launch: LauncherEnvironment, number: int) -> Session:
     """Joins the session of this process's `number`-th strategy.
 
     Raises:
@@ -44,7 +44,7 @@ def join_session(launch: Launch, number: int) -> Session:
 _STORES: dict[tuple[int, Address], tuple[SocketStore, StoreServer | None]] = {}
 
 
-def _store_of_process(launch: Launch, settings: Settings) -> SocketStore:
+def _store_of_process(launch: LauncherEnvironment, settings: Settings) -> SocketStore:
     assert launch.address is not None
     key = (os.getpid(), launch.address)
     if key not in _STORES:
@@ -58,7 +58,7 @@ def _store_of_process(launch: Launch, settings: Settings) -> SocketStore:
     return _STORES[key][0]
 
 
-def _shut_door(launch: Launch) -> None:
+def _shut_door(launch: LauncherEnvironment) -> None:
     """Closes the store to new connections, after all workers have connected once each."""
     assert launch.address is not None
     if (server := _STORES[os.getpid(), launch.address][1]) is not None:

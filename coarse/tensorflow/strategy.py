@@ -23,7 +23,7 @@ from tensorflow.python.framework import ops, random_seed
 from tensorflow.python.ops.control_flow_v2_func_graphs import ControlFlowFuncGraph
 
 from coarse.env import is_of_tensorflow, process_environment
-from coarse.launch import Launch
+from coarse.launcher_environment import LauncherEnvironment
 from coarse.session import Session
 from coarse.tensorflow import keras_patches
 from coarse.tensorflow.collectives import Collectives
@@ -59,7 +59,7 @@ class Strategy(tf.distribute.Strategy):  # type: ignore[misc,unused-ignore]
     def __init__(
         self, device: str | None = None, communication_options: Any = None, *, seed: int | None = None
     ) -> None:
-        launch = Launch.from_environment()
+        launch = LauncherEnvironment.from_environment()
         number = _next_number()
         if launch.identity.world_size == 1:
             logger.warning(

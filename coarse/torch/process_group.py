@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from coarse.env import WorkerIdentity, process_environment
 from coarse.errors import RendezvousError
-from coarse.launch import meeting_place, unserved, why_unresolved
+from coarse.launcher_environment import meeting_place, unserved, why_unresolved
 from coarse.listening import meeting_host
 from coarse.rendezvous import gather_workers
 from coarse.settings import Settings

@@ -175,7 +175,7 @@ def refusals(job, shape, **settings):
 
 
 def test_a_machine_without_a_network_has_one_node(job):
-    text = resources.files("coarse.machine").joinpath("profiles/aws-p3.toml").read_text()
+    text = resources.files("coarse.machine").joinpath("presets/aws-p3.toml").read_text()
     path = job.directory / "alone.toml"
     path.write_text(re.sub(r"\[network\].*", "", text, flags=re.DOTALL))
     message = refusals(job, (1, 1), machine=str(path))

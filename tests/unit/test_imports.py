@@ -23,7 +23,7 @@ LAYERS = (
     ("accelerate", "lightning"),
     ("torch", "tensorflow"),
     ("session",),
-    ("tuning", "session_checks", "launch"),
+    ("tuning", "session_checks", "launcher_environment"),
     ("startup",),
     ("client",),
     ("proxy",),
@@ -71,7 +71,7 @@ def modules_after(statement):
     ("statement", "forbidden"),
     [
         ("import coarse", FRAMEWORKS | {"numpy"}),
-        ("import coarse.session, coarse.launch", FRAMEWORKS),
+        ("import coarse.session, coarse.launcher_environment", FRAMEWORKS),
         ("import coarse.client.client", FRAMEWORKS | {"numpy"}),
         ("import coarse.proxy.device", FRAMEWORKS | {"numpy", "rich"}),
         ("import coarse.cli.device, coarse.cli.main", FRAMEWORKS | {"numpy", "rich"}),
@@ -118,7 +118,7 @@ def test_no_module_imports_itself_by_way_of_others():
         name: {each for each in modules_imported(file, modules) if each in modules and each != name}
         for name, file in modules.items()
     }
-    assert imported["coarse.session"] >= {"coarse.client.client", "coarse.startup.join"}
+    assert imported["coarse.session"] >= {"coarse.client.client", "coarse.startup.device_connections"}
     graphlib.TopologicalSorter(imported).prepare()  # raises CycleError, which names the circle
 
 

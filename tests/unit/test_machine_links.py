@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from coarse.machine.catalogue import load_machine, machine_names
 from coarse.machine.links import Bucket, LinkTable, Path
+from coarse.machine.machine_file import read_machine
 from coarse.machine.partition_table import MemoryDeviceEntry, PartitionTable, partition_table_names
-from coarse.machine.profile_file import read_machine
 from coarse.machine.wiring import link_table
 from coarse.profiler.linked import profile_from_links
 from coarse.profiler.profile import PULL, PUSH
@@ -145,7 +145,7 @@ def test_expanders_behind_a_switch_share_its_uplink():
 
 def test_what_is_read_from_a_memory_device_can_be_slower_than_what_is_written_to_it(tmp_path):
     """Push beats pull, as over PCIe with a GPU's memory as the source (Oden's dissertation, table 3.1)."""
-    text = resources.files("coarse.machine").joinpath("profiles/cxl3-x8.toml").read_text()
+    text = resources.files("coarse.machine").joinpath("presets/cxl3-x8.toml").read_text()
     announced = next(line for line in text.splitlines() if line.startswith("gbytes_per_s = { value = 72"))
     reads = 'read_gbytes_per_s = { value = 21.7, source = "968 / 3212 of writes", kind = "assumed" }'
     (tmp_path / "slow-reads.toml").write_text(text.replace(announced, f"{announced}\n{reads}"))

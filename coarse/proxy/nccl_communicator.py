@@ -25,7 +25,7 @@ def write_nccl_id(segment: Segment) -> None:
     os.pwrite(segment.fd, find_nccl().unique_id(), 0)
 
 
-class NcclJoin:
+class NcclCommunicator:
     """Joins in its own thread: only the end of the process ends the wait for missing devices.
 
     Args:

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+from coarse.machine.description import DirectLink, Figure, Link, Machine, Network, PathClass, Topology
 from coarse.machine.fields import FieldError
-from coarse.machine.profile import DirectLink, Figure, Link, Machine, Network, PathClass, Topology
 from coarse.machine.toml_lines import Key, TomlDocument, read_toml
 
 _Value = TypeVar("_Value")

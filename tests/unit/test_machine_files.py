@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from coarse.machine.catalogue import load_machine, machine_names
+from coarse.machine.description import KINDS, Figure
 from coarse.machine.fields import FieldError
-from coarse.machine.profile import KINDS, Figure
-from coarse.machine.profile_file import read_machine
+from coarse.machine.machine_file import read_machine
 from coarse.machine.toml_lines import parse_toml
 
 GOOD = """\

@@ -1,4 +1,4 @@
-"""Launch: a worker's identity and rendezvous from torchrun, MPI, Slurm and TF_CONFIG."""
+"""LauncherEnvironment: a worker's identity and rendezvous from torchrun, MPI, Slurm and TF_CONFIG."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 import pytest
 
 from coarse.errors import RendezvousError
-from coarse.launch import Launch, adopt_launcher, unserved
+from coarse.launcher_environment import LauncherEnvironment, adopt_launcher, unserved
 from coarse.socket_store import LocalAddress, SocketStore, TcpAddress, serve
 
 RANKS = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
@@ -32,32 +32,32 @@ def tf_config(task, **cluster):
 
 
 def test_without_variables_there_is_one_worker():
-    launch = Launch.from_environment({})
+    launch = LauncherEnvironment.from_environment({})
     assert (launch.identity.rank, launch.identity.world_size, launch.address) == (0, 1, None)
 
 
 def test_worker_0_serves_the_master_port():
-    launch = Launch.from_environment(RANKS)
+    launch = LauncherEnvironment.from_environment(RANKS)
     assert (launch.identity.rank, launch.identity.world_size) == (1, 2)
     assert launch.address == TcpAddress("10.0.0.1", 29500)
 
 
 def test_where_torchruns_agent_has_the_port_workers_of_one_node_meet_elsewhere():
-    address = Launch.from_environment({**AGENT, "LOCAL_WORLD_SIZE": "2"}).address
+    address = LauncherEnvironment.from_environment({**AGENT, "LOCAL_WORLD_SIZE": "2"}).address
     restarted = {**AGENT, "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RESTART_COUNT": "1"}
     assert isinstance(address, LocalAddress)
-    assert Launch.from_environment(restarted).address != address
+    assert LauncherEnvironment.from_environment(restarted).address != address
 
 
 def test_where_torchruns_agent_has_the_port_several_nodes_use_the_next_one():
     several = {**AGENT, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    assert Launch.from_environment(several).address == TcpAddress("10.0.0.1", 29501)
+    assert LauncherEnvironment.from_environment(several).address == TcpAddress("10.0.0.1", 29501)
 
 
 @pytest.mark.parametrize(("kind", "index", "rank"), [("chief", 0, 0), ("worker", 0, 1), ("worker", 1, 2)])
 def test_tf_config_counts_the_chief_first(kind, index, rank):
     variables = tf_config({"type": kind, "index": index}, chief=["a:1"], worker=["b:2", "c:3"])
-    launch = Launch.from_environment(variables)
+    launch = LauncherEnvironment.from_environment(variables)
     assert (launch.identity.rank, launch.identity.world_size) == (rank, 3)
     assert launch.address == TcpAddress("a", 1)
 
@@ -74,7 +74,7 @@ def test_tf_config_counts_the_chief_first(kind, index, rank):
 )
 def test_what_cannot_be_is_refused(variables, said):
     with pytest.raises(RendezvousError, match=said):
-        Launch.from_environment(variables)
+        LauncherEnvironment.from_environment(variables)
 
 
 def test_a_store_that_nobody_serves_is_missed_by_name():
@@ -190,16 +190,18 @@ def test_a_batch_script_of_slurm_is_one_process():
 
 def test_a_launch_without_torch_or_tensorflow_variables_is_that_of_mpirun(monkeypatch):
     monkeypatch.setattr("os.getppid", lambda: 41_234)
-    launch = Launch.from_environment(MPICH)
+    launch = LauncherEnvironment.from_environment(MPICH)
     assert (launch.identity.rank, launch.identity.world_size) == (1, 2)
     assert launch.address == TcpAddress("127.0.0.1", 21_234)
 
 
 def test_tf_config_counts_where_mpirun_has_set_ranks_too():
-    launch = Launch.from_environment(MPICH | tf_config({"type": "worker", "index": 0}, worker=["a:1", "b:2"]))
+    launch = LauncherEnvironment.from_environment(
+        MPICH | tf_config({"type": "worker", "index": 0}, worker=["a:1", "b:2"])
+    )
     assert launch.identity.rank == 0
 
 
 def test_workers_of_mpirun_on_several_nodes_are_told_what_to_say():
     with pytest.raises(RendezvousError, match=r"mpirun -x MASTER_ADDR=host"):
-        Launch.from_environment(MPICH | {"MPI_LOCALNRANKS": "1", "MPI_LOCALRANKID": "0"})
+        LauncherEnvironment.from_environment(MPICH | {"MPI_LOCALNRANKS": "1", "MPI_LOCALRANKID": "0"})

@@ -30,7 +30,7 @@ _PORTS_BETWEEN_STEPS = 997
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
+class LauncherEnvironment:
     """The contents of the launcher's variables.
 
     Args:
@@ -42,7 +42,7 @@ class Launch:
     address: Address | None
 
     @classmethod
-    def from_environment(cls, environ: Mapping[str, str] | None = None) -> Launch:
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> LauncherEnvironment:
         """Reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or else TF_CONFIG, or the variables of mpirun or srun.
 
         Without any of them the job has one worker.
@@ -118,7 +118,7 @@ def _address(identity: WorkerIdentity, environ: Mapping[str, str]) -> Address:
     return TcpAddress(host, port + 1)
 
 
-def _from_tf_config(text: str) -> Launch:
+def _from_tf_config(text: str) -> LauncherEnvironment:
     try:
         config = json.loads(text)
         cluster, task = config.get("cluster", {}), config.get("task", {})
@@ -129,11 +129,11 @@ def _from_tf_config(text: str) -> Launch:
     world_size = max(1, len(workers))
     identity = WorkerIdentity(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size)
     if world_size == 1:
-        return Launch(identity=identity, address=None)
+        return LauncherEnvironment(identity=identity, address=None)
     host, _, port = str(workers[0]).rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:
         raise RendezvousError(f"TF_CONFIG: the first worker's address {workers[0]!r} is not host:port")
-    return Launch(identity=identity, address=TcpAddress(host.strip("[]"), int(port)))
+    return LauncherEnvironment(identity=identity, address=TcpAddress(host.strip("[]"), int(port)))
 
 
 def _rank_of_task(cluster: Mapping[str, Any], task: Mapping[str, Any]) -> int:

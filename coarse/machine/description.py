@@ -1,6 +1,6 @@
 """A machine: the wiring of its devices, the performance of its links, and the sources of these figures.
 
-These values check themselves; profile_file.py reads them from files, and wiring.py turns them into link tables.
+These values check themselves; machine_file.py reads them from files, and wiring.py turns them into link tables.
 """
 
 from __future__ import annotations
