@@ -564,8 +564,8 @@ class Client:
 
     @property
     def num_steps(self) -> int:
-        """Finished calls of TensorGroup.pull_all(), of the group with the most."""
-        return max((group.num_steps for group in self._groups), default=0)
+        """Finished calls of TensorGroup.pull_all(), of the group with the most, also if it is released."""
+        return self._groups.num_steps
 
     @property
     def num_waits(self) -> int:

@@ -57,13 +57,18 @@ class RegisteredGroups:
         self._agreement = agreement
         self._requests = requests
         self._failure_detector = failure_detector
-        self._next_id = 0
+        self._next_id = self._released_steps = 0
         self._groups: dict[int, TensorGroup] = {}
         self._partitions: dict[int, PartitionPlan] = {}
 
     def __iter__(self) -> Iterator[TensorGroup]:
         """The current groups; groups may be released during iteration."""
         return iter(list(self._groups.values()))
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the group with the most, also if it is released."""
+        return max([self._released_steps, *(group.num_steps for group in self)])
 
     def register(
         self, client: GroupClient, schema: GroupSchema, gpu: str, memory: WorkerMemory, *, is_for_gpu: bool
@@ -146,6 +151,7 @@ class RegisteredGroups:
         released = self._groups.pop(group, None)
         if released is None:
             return
+        self._released_steps = max(self._released_steps, released.num_steps)
         del self._partitions[group]
         # Memory devices may still read tensors that were pushed and never pulled, such as after an exception in a
         # backward pass. They keep such a group until the session ends.

@@ -20,6 +20,7 @@ TRAIN = """\
 import os, pathlib, signal, sys
 import numpy as np
 from coarse.env import WorkerIdentity
+from coarse.schema import TensorSpec
 from coarse.session import Session
 from coarse.store import DirectoryStore
 
@@ -34,6 +35,12 @@ if sys.argv[2] == "kill" and identity.rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 if sys.argv[2] == "wait":
     signal.pause()
+if sys.argv[2] == "steps":
+    group = session.register("weights", [TensorSpec(name="a", dtype="float32", num_elements=8, op="mean")])
+    for _ in range(3):
+        group.push(0)
+        group.pull_all()
+    group.close()
 session.all_reduce(values)
 """
 NUM_PROCESSES = 4
@@ -152,6 +159,10 @@ def test_a_job_says_what_it_has_decided_and_how_it_went(train):
         said[3],
     )
     assert len(said) == 4
+
+
+def test_steps_of_a_model_that_is_gone_are_counted(train):
+    assert "coarse run: 3 steps in " in coarse_run(*train, "steps").stderr
 
 
 def test_a_quiet_job_says_nothing_of_itself(train):
