@@ -12,7 +12,16 @@ from engine_checks import check_simulation
 from coarse.simulator.studies.dgx1 import dgx1_study, figures, pre_volta, training, volta
 from coarse.simulator.studies.dgx1.claims import claims
 from coarse.simulator.studies.dgx1.machines import GpuMachine, dgx1_pascal, dgx1_volta, pair
-from coarse.simulator.studies.dgx1.networks import Layer, Network, lenet, resnet
+from coarse.simulator.studies.dgx1.networks import (
+    Layer,
+    Network,
+    alexnet,
+    googlenet,
+    inception_v3,
+    lenet,
+    resnet_50,
+    resnet_110,
+)
 from coarse.simulator.studies.dgx1.parameters import DATA_SETS, MACHINES, machine
 from coarse.simulator.studies.dgx1.reasons import explained
 from coarse.simulator.studies.dgx1.training import Training, nccl_tasks, tree_pairs, tree_step, tree_tasks
@@ -21,7 +30,7 @@ from coarse.simulator.studies.study import Basis
 
 SMALL = Network(
     name="small",
-    layers=[Layer(weights=1000), Layer(weights=500, arrays=1), Layer(weights=20)],
+    layers=[Layer(sizes=(900, 100)), Layer(sizes=(500,)), Layer(sizes=(16, 4))],
     sample_bytes=8,
 )
 PASCAL = replace(dgx1_pascal(gbytes_per_s=1.0, host_gbytes_per_s=0.5), dispatch_s=1e-6, copy_s=1e-7)
@@ -43,8 +52,8 @@ def gradients_at_root(tasks, layer):
             return Counter([int(words[-1])] if words[1] == str(layer) else [])
         return sum((of(other) for other in by_name[name].after), Counter())
 
-    arrivals = [name for name in by_name[f"update {layer}"].after if name.startswith("copy")]
-    return sum((of(name) for name in arrivals), Counter([0]))
+    summed, _ = by_name[f"update {layer}"].after
+    return of(summed)
 
 
 def check_gradients(training):
@@ -99,6 +108,15 @@ def test_without_a_link_weights_go_through_the_host_or_over_two_links():
     assert relayed["gpu 2 > 0"] == 2 * SMALL.nbytes  # its own sum, and GPU 4's on the way
 
 
+def test_a_copy_by_way_of_the_host_takes_one_lane_after_the_other_and_holds_its_gpu():
+    times = tree_step(small_training(PASCAL, 8)).outcome.times
+    layer = SMALL.layers[2]
+    seconds = layer.num_arrays * (PASCAL.dispatch_s + PASCAL.copy_s) + 2 * layer.nbytes / 0.5e9
+    one, other = (times[f"copy weights 2 0 > {target} leg 0"] for target in (5, 6))
+    assert one.finished_s - one.served_s == pytest.approx(seconds)
+    assert other.served_s >= one.last_byte_s
+
+
 def test_a_level_of_the_tree_waits_for_the_one_below_and_weights_for_the_backward_pass():
     times = tree_step(small_training(num_gpus=8)).outcome.times
     for layer in range(len(SMALL.layers)):
@@ -149,7 +167,33 @@ def test_networks_have_the_weights_of_their_sources():
     assert lenet(28, 1).nbytes == 4 * 431_080
     assert lenet(224, 3, 1000).nbytes / 4 == pytest.approx(70.8e6, rel=0.01)
     assert DATA_SETS["MNIST"].networks["MLP"].nbytes == 4 * 109_386
-    assert resnet(1.7e6, 109).num_arrays == 329
+    assert alexnet().nbytes == 4 * 50_844_008
+    assert googlenet().nbytes == 4 * 6_998_552
+    assert resnet_50().nbytes == 4 * 25_557_032
+    assert inception_v3().nbytes == 4 * 23_834_568
+    assert resnet_110(28).num_arrays == 329
+
+
+def test_operations_of_an_image_are_those_of_the_published_networks():
+    """Multiplications, in thousand million; ResNet-50's and Inception-v3's images have 299 x 299 pixels."""
+    known = {googlenet: 1.58, resnet_50: 7.3, inception_v3: 5.7}
+    for network, expected in known.items():
+        assert network().work / 1e9 == pytest.approx(expected, rel=0.05)
+
+
+def test_sums_take_three_passes_over_the_memory_of_the_gpu_that_adds():
+    slow = replace(PASCAL, memory_gbytes_per_s=0.5)
+    step, fast = tree_step(small_training(slow)), tree_step(small_training())
+    assert fast.sum_s == 0
+    assert step.sum_s == pytest.approx(2 * 3 * SMALL.nbytes / 0.5e9)  # from GPUs 1 and 2
+    assert step.step_s > fast.step_s
+
+
+def test_large_arrays_have_pages_of_their_own():
+    page = 2 << 20
+    for sizes, pages in (((1000, 20), 1), ((page / 4 + 1,), 2), ((page / 4, page / 16), 2)):
+        network = replace(SMALL, layers=[Layer(sizes=sizes)])
+        assert volta.allocated_bytes(network) == pages * page
 
 
 @pytest.mark.parametrize("name", MACHINES)

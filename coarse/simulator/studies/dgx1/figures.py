@@ -99,6 +99,7 @@ MEMORY = {
     "Inception-v3": {16: (3.89, 3.60), 32: (6.70, 6.06), 64: (11.01, 10.78)},
 }
 
+DRAM_GBYTES_PER_S = {KEPLER: 208.0, TITAN: 363.0, PASCAL: 732.0}  # Table 2.2; K20c of the Kepler pair
 P100_TFLOPS = 2 * 3584 * 1328e6 / 1e12  # Table 2.2: cores and clock
 V100_TFLOPS = 17.7  # 2.2.1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -27,6 +28,7 @@ class GpuMachine:
         dispatch_s: Time between two copies of one GPU.
         hop_s: Latency of one hop of a collective.
         is_relaying: Whether weights for GPUs without a link take two links; else they go through the host.
+        memory_gbytes_per_s: Of a GPU's own memory.
     """
 
     name: str
@@ -38,6 +40,7 @@ class GpuMachine:
     dispatch_s: float = 0.0
     hop_s: float = 0.0
     is_relaying: bool = False
+    memory_gbytes_per_s: float = math.inf
 
     @property
     def capacities(self) -> dict[str, float]:
@@ -62,6 +65,10 @@ class GpuMachine:
         """The direct link from one GPU to another."""
         return ((_link(source, target), 1.0),)
 
+    def sum_s(self, nbytes: float) -> float:
+        """Time to add an array to another one: two are read, one is written."""
+        return 3 * nbytes / (self.memory_gbytes_per_s * _BYTES_PER_S)
+
     def from_host(self, gpu: int) -> Usage:
         """The lane from the host to a GPU."""
         return ((f"switch {self._switch_of(gpu)} down", 1.0),)
@@ -69,6 +76,10 @@ class GpuMachine:
     def to_host(self, gpu: int) -> Usage:
         """The lane from a GPU to the host."""
         return ((f"switch {self._switch_of(gpu)} up", 1.0),)
+
+    def staging_s(self, nbytes: float) -> float:
+        """Time to copy an array to the host, before it goes on from there."""
+        return nbytes / (self.host_gbytes_per_s * _BYTES_PER_S)
 
     def _switch_of(self, gpu: int) -> int:
         return next(number for number, gpus in enumerate(self.switches) if gpu in gpus)
@@ -144,6 +155,9 @@ def dgx1_pascal(*, gbytes_per_s: float, host_gbytes_per_s: float) -> GpuMachine:
     )
 
 
+_V100_MEMORY_GBYTES_PER_S = 900.0  # recalled
+
+
 def dgx1_volta(pascal: GpuMachine) -> GpuMachine:
     """DGX-1 with V100: links of the machine file `dgx1-volta`; the host's side as with P100."""
     links = load_machine("dgx1-volta").direct_links
@@ -157,4 +171,5 @@ def dgx1_volta(pascal: GpuMachine) -> GpuMachine:
         },
         hop_s=links[0].path.latency_us.value * 1e-6,
         is_relaying=True,
+        memory_gbytes_per_s=_V100_MEMORY_GBYTES_PER_S,
     )

@@ -71,7 +71,12 @@ def _links(name: str) -> GpuMachine:
             host_gbytes_per_s=host_gbytes_per_s,
             is_shared=name == TITAN,
         )
-    return replace(built, copy_s=copy_s, host_copy_s=host_copy_s)
+    return replace(
+        built,
+        copy_s=copy_s,
+        host_copy_s=host_copy_s,
+        memory_gbytes_per_s=figures.DRAM_GBYTES_PER_S[name],
+    )
 
 
 def _line(name: str, *, between_gpus: bool) -> tuple[float, float]:

@@ -43,7 +43,7 @@ def _ms(what: str, document: float, simulated: float, basis: Basis = Basis.PREDI
 
 
 def _profile(data: str, name: str, on: str, num_gpus: int) -> Profile:
-    """What a profiler adds up in an epoch. Computation is that of one GPU."""
+    """What a profiler adds up in an epoch. Computation is that of GPU 0."""
     each, one = DATA_SETS[data], figures.PROFILES[data, name][on][0]
     issue_s = 1e-3 * (one.run - one.communication - one.computation) / each.batches
     network, steps = each.networks[name], each.batches / num_gpus
@@ -55,7 +55,7 @@ def _profile(data: str, name: str, on: str, num_gpus: int) -> Profile:
     return Profile(
         run=ms * step.step_s,
         communication=ms * (step.input_s + step.exchange_s),
-        computation=ms * compute_s,
+        computation=ms * (compute_s + step.sum_s),
         copies=ms * step.exchange_s,
     )
 

@@ -60,12 +60,14 @@ class StepTimes:
         step_s: From the first issue until every GPU has its weights.
         input_s: Time of all copies from the host to GPUs, as a profiler adds it up.
         exchange_s: The same of all copies between GPUs.
+        sum_s: Time in which GPU 0 adds gradients that arrived.
         outcome: Moments of all tasks.
     """
 
     step_s: float
     input_s: float
     exchange_s: float
+    sum_s: float
     outcome: Outcome
 
 
@@ -112,7 +114,13 @@ def _simulated(training: Training, tasks: list[Task]) -> StepTimes:
         if kind in seconds:
             seconds[kind] += times.finished_s - times.first_byte_s
     return StepTimes(
-        step_s=outcome.end_s, input_s=seconds["input"], exchange_s=seconds["copy"], outcome=outcome
+        step_s=outcome.end_s,
+        input_s=seconds["input"],
+        exchange_s=seconds["copy"],
+        sum_s=sum(
+            task.overhead_s for task in tasks if task.name.startswith("sum") and task.name.endswith("> 0")
+        ),
+        outcome=outcome,
     )
 
 
@@ -152,15 +160,21 @@ def _gradient(layer: int, gpu: int) -> str:
 
 
 def _tree(training: Training) -> Iterator[Task]:
+    machine = training.machine
     for order, (number, layer) in enumerate(_backward(training.network)):
-        ready = {gpu: [_gradient(number, gpu)] for gpu in range(training.num_gpus)}
+        ready = {gpu: _gradient(number, gpu) for gpu in range(training.num_gpus)}
         for source, target in tree_pairs(training.num_gpus):
-            legs = _copy(
-                training.machine, layer, f"gradient {number}", order, (source, target), ready[source]
-            )
+            ends = (source, target)
+            legs = _copy(machine, layer, f"gradient {number}", order, ends, [ready[source]])
             yield from legs
-            ready[target].append(legs[-1].name)
-        yield Task(name=f"update {number}", after=(*ready[0], _gradient(0, 0)))
+            added = Task(
+                name=f"sum {number} {source} > {target}",
+                after=(ready[target], legs[-1].name),
+                overhead_s=machine.sum_s(layer.nbytes),
+            )
+            yield added
+            ready[target] = added.name
+        yield Task(name=f"update {number}", after=(ready[0], _gradient(0, 0)))
         yield from _broadcast(training, number, order, layer)
 
 
@@ -184,27 +198,29 @@ def _broadcast(training: Training, number: int, order: int, layer: Layer) -> Ite
 def _copy(
     machine: GpuMachine, layer: Layer, what: str, order: int, ends: tuple[int, int], after: list[str]
 ) -> list[Task]:
-    """The legs of a copy: one over a direct link, else two by way of a GPU or of the host."""
+    """The legs of a copy: one over a direct link or by way of the host, two by way of a GPU."""
     source, target = ends
     via = machine.relay(source, target)
+    staging_s = 0.0
     if machine.gbytes_per_s(source, target):
-        legs = [(f"gpu {source}", machine.direct(source, target))]
+        legs = [(source, machine.direct(source, target))]
     elif via is not None:
-        legs = [(f"gpu {source}", machine.direct(source, via)), (f"gpu {via}", machine.direct(via, target))]
+        legs = [(source, machine.direct(source, via)), (via, machine.direct(via, target))]
     else:
-        legs = [(f"gpu {source}", machine.to_host(source)), (f"host > {target}", machine.from_host(target))]
+        legs = [(source, (*machine.to_host(source), *machine.from_host(target)))]
+        staging_s = machine.staging_s(layer.nbytes)
     tasks: list[Task] = []
-    for place, (queue, usage) in enumerate(legs):
+    for place, (gpu, usage) in enumerate(legs):
         tasks.append(
             Task(
                 name=f"copy {what} {source} > {target} leg {place}",
                 after=(tasks[-1].name,) if tasks else tuple(after),
-                queue=queue,
+                queue=f"gpu {gpu}",
                 order=order,
-                overhead_s=layer.arrays * machine.dispatch_s,
+                overhead_s=layer.num_arrays * machine.dispatch_s + staging_s,
                 nbytes=layer.nbytes,
                 usage=usage,
-                latency_s=layer.arrays * machine.copy_s,
+                latency_s=layer.num_arrays * machine.copy_s,
             )
         )
     return tasks
@@ -243,7 +259,7 @@ def _collective(
         after=after,
         queue="nccl",
         order=order,
-        overhead_s=layer.arrays * (machine.dispatch_s + num_hops * machine.hop_s),
+        overhead_s=layer.num_arrays * (machine.dispatch_s + num_hops * machine.hop_s),
         nbytes=layer.nbytes,
         usage=usage,
     )

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 
 from coarse.simulator.studies.dgx1 import figures
 from coarse.simulator.studies.dgx1.figures import PASCAL
-from coarse.simulator.studies.dgx1.networks import VOLTA, Network
+from coarse.simulator.studies.dgx1.networks import ITEM_BYTES, VOLTA, Network
 from coarse.simulator.studies.dgx1.parameters import DATA_SETS, pascal_step_s, solve, volta
 from coarse.simulator.studies.dgx1.training import Training, nccl_step, tree_step
 from coarse.simulator.studies.study import Basis, Comparison
 
-_INCEPTION_MACS, _GOOGLENET_MACS = 5.7, 1.5  # 1e9 for an image; recalled
 _FITTED_OVERHEAD = ("GoogLeNet", 16)
 _ROOT_COPIES = 3  # MXNet's store: weights, sum of gradients, momentum (recalled)
+_PAGE_BYTES = 2 << 20  # of a GPU's memory (recalled)
 
 
 def network(name: str) -> Network:
@@ -31,9 +32,9 @@ def slow_down() -> float:
 
 
 def compute_s(name: str) -> float:
-    """Computation of a V100 with a batch of 16: a P100's, by the rate of both."""
+    """Computation of a V100 with a batch of 16: a P100's, by the rate of both; of Inception-v3, by its operations."""
     if name == "Inception-v3":
-        return compute_s("GoogLeNet") * _INCEPTION_MACS / _GOOGLENET_MACS
+        return compute_s("GoogLeNet") * network(name).work / network("GoogLeNet").work
     return pascal_step_s(name, 16) * figures.P100_TFLOPS / figures.V100_TFLOPS
 
 
@@ -130,6 +131,14 @@ def nccl_overheads() -> Iterator[Comparison]:
             )
 
 
+def allocated_bytes(network: Network) -> int:
+    """Memory of a network's arrays: those above half a page have pages of their own, the others share pages."""
+    sizes = [ITEM_BYTES * size for layer in network.layers for size in layer.sizes]
+    large = [size for size in sizes if size > _PAGE_BYTES / 2]
+    shared = sum(sizes) - sum(large)
+    return _PAGE_BYTES * sum(math.ceil(each / _PAGE_BYTES) for each in (*large, shared))
+
+
 def root_memory() -> Iterator[Comparison]:
     """Table 2.10: what GPU 0 has more than the others."""
     for name, batches in figures.MEMORY.items():
@@ -137,7 +146,7 @@ def root_memory() -> Iterator[Comparison]:
             yield Comparison(
                 what=f"{name}, batch {batch}, memory of GPU 0 beyond that of the others",
                 document=root - other,
-                simulated=_ROOT_COPIES * network(name).nbytes / 2**30,
+                simulated=_ROOT_COPIES * allocated_bytes(network(name)) / 2**30,
                 unit="GiB",
                 source="Table 2.10",
                 basis=Basis.PREDICTED,
