@@ -1,6 +1,7 @@
 """The document's twenty workloads: footprints of its Table II, and access patterns that we assume.
 
 Every pattern sweeps its own part of the data, in contiguous batches of thread blocks, and reads some data of others.
+Each array begins on a page of its own, as allocations of GPU memory do.
 What a workload shares, and in which pages, decides which mechanism helps it:
 
 - streams: nothing is shared;
@@ -20,7 +21,7 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from coarse.simulator.studies.remote_data_cache.parameters import GIB, MIB, scaled_lines
+from coarse.simulator.studies.remote_data_cache.parameters import GIB, MIB, Machine, scaled_lines
 from coarse.simulator.studies.remote_data_cache.streams import Kernel, Lines
 from coarse.simulator.studies.study import StateTable
 
@@ -139,11 +140,12 @@ class Mesh:
     def _kernel(self, num: int, turn: int, rng: np.random.Generator) -> Kernel:
         element = np.arange(num)
         arrays = [(turn + 1 + step) % self.arrays for step in range(self.read)]
-        columns = [array * num + element for array in arrays]
+        stride = _whole_pages(num)
+        columns = [array * stride + element for array in arrays]
         columns += [
-            arrays[step % self.read] * num + self._neighbours(num, rng) for step in range(self.gathers)
+            arrays[step % self.read] * stride + self._neighbours(num, rng) for step in range(self.gathers)
         ]
-        columns += [turn % self.arrays * num + element]
+        columns += [turn % self.arrays * stride + element]
         return _rows(columns, num_writes=1)
 
     def _neighbours(self, num: int, rng: np.random.Generator) -> Lines:
@@ -179,7 +181,7 @@ class Lookups:
         return [self._kernel(table, footprint_lines - table, places, rng) for _ in range(self.num_kernels)]
 
     def _kernel(self, table: int, private: int, places: Lines, rng: np.random.Generator) -> Kernel:
-        own = table + np.arange(private)
+        own = _whole_pages(table) + np.arange(private)
         columns = [own]
         is_tally = np.zeros((private, 0), dtype=bool)
         for _ in range(self.per_line):
@@ -215,9 +217,10 @@ class Layers:
     def _kernel(self, weights: int, half: int, turn: int) -> Kernel:
         sample = np.arange(half)
         per_line = max(1, round(self.sweeps * weights / half))
-        columns = [weights + turn * half + sample]
+        first, other = (_whole_pages(weights) + which * _whole_pages(half) for which in (turn, 1 - turn))
+        columns = [first + sample]
         columns += [(sample * per_line + step) % weights for step in range(per_line)]
-        columns += [weights + (1 - turn) * half + sample]
+        columns += [other + sample]
         return _rows(columns, num_writes=1)
 
 
@@ -230,7 +233,7 @@ class Triad:
 
     def __call__(self, footprint_lines: int, rng: np.random.Generator) -> Sequence[Kernel]:
         num = footprint_lines // (self.reads + 1)
-        columns = [array * num + np.arange(num) for array in range(self.reads + 1)]
+        columns = [array * _whole_pages(num) + np.arange(num) for array in range(self.reads + 1)]
         return [_rows(columns, num_writes=1)] * self.num_kernels
 
 
@@ -244,6 +247,12 @@ class RandomUpdates:
     def __call__(self, footprint_lines: int, rng: np.random.Generator) -> Sequence[Kernel]:
         num = int(footprint_lines * self.share)
         return [_rows([at := rng.integers(0, footprint_lines, num), at], 1) for _ in range(self.num_kernels)]
+
+
+def _whole_pages(lines: int) -> int:
+    """Lines of the pages that an array takes; the next array begins behind them."""
+    page = Machine().page_lines
+    return -(-lines // page) * page
 
 
 def _dealt(num: int, stride: int) -> Lines:
