@@ -11,7 +11,7 @@ from coarse.simulator.studies.coherence.mgcc import Mgcc
 from coarse.simulator.studies.coherence.operations import Kind, Shape
 from coarse.simulator.studies.coherence.timing import Instruction, Machine, Speeds
 from coarse.simulator.studies.coherence.uncoherent import Uncoherent
-from coarse.simulator.studies.coherence.xtreme import xtreme1, xtreme2, xtreme3
+from coarse.simulator.studies.coherence.xtreme import Vectors, xtreme1, xtreme2, xtreme3
 
 FREE = {"L2 up": (0, 5), "L2 down": (0, 5), "channel": (0, 0), "memory": (0, 100)}
 ONE_CU = Shape(cus_per_gpu=1)
@@ -103,7 +103,7 @@ def test_memory_has_the_lines_of_a_search_that_a_level_reaches_first():
 
 def test_private_rewrites_share_no_line_and_the_others_do():
     def sharers(kernel_list):
-        order = [gpu * 4 + cu for cu in range(4) for gpu in range(4)] * 2
+        order = [gpu * 4 + cu for cu in range(4) for gpu in range(4)] * 2  # 2 wavefronts of a CU
         found = {}
         for kernel in kernel_list:
             for cu, wavefront in zip(order, kernel, strict=True):
@@ -112,13 +112,35 @@ def test_private_rewrites_share_no_line_and_the_others_do():
                         found.setdefault(line, set()).add(cu)
         return found.values()
 
-    assert all(len(cus) == 1 for cus in sharers(xtreme1(192, 1)))
-    inside = [cus for cus in sharers(xtreme2(192, 1)) if len(cus) > 1]
-    across = [cus for cus in sharers(xtreme3(192, 1)) if len(cus) > 1]
+    assert all(len(cus) == 1 for cus in sharers(xtreme1(384, 1)))
+    inside = [cus for cus in sharers(xtreme2(384, 1)) if len(cus) > 1]
+    across = [cus for cus in sharers(xtreme3(384, 1)) if len(cus) > 1]
     assert inside
     assert all(len({SHAPE.gpu_of(cu) for cu in cus}) == 1 for cus in inside)
     assert across
     assert all(len({SHAPE.gpu_of(cu) for cu in cus}) == 2 for cus in across)
+
+
+def test_a_fenced_instruction_waits_for_the_writes_before_it():
+    write, read = Instruction((0,), is_write=True), Instruction((1,))
+    fenced = Instruction((1,), is_fenced=True)
+    assert time_of([write, fenced]) == pytest.approx(time_of([write]) + time_of([fenced]))
+    assert time_of([write, read]) < time_of([write, fenced]) - 100
+
+
+def test_xtremes_vectors_fit_into_the_caches_that_the_document_names():
+    """768 KB into the L1 caches of a GPU, 1,536 KB into its L2 banks, 24,576 KB into neither (section 4.4.2)."""
+    l1, l2 = (
+        ways * sets * caches
+        for ways, sets, caches in (
+            (SHAPE.l1_ways, SHAPE.l1_sets, SHAPE.cus_per_gpu),
+            (SHAPE.l2_ways, SHAPE.l2_sets, SHAPE.banks),
+        )
+    )
+    lines = {kbytes: 3 * Vectors(kbytes).slice_lines * SHAPE.cus_per_gpu for kbytes in (768, 1536, 24576)}
+    assert lines[768] <= l1 < lines[1536] <= l2 < lines[24576]
+    with pytest.raises(ValueError, match="100 KB are no whole number of wavefronts"):
+        Vectors(100)
 
 
 def test_an_unknown_configuration_is_named():

@@ -56,6 +56,7 @@ def simulate(
     num_gpus: int = 4,
     gbytes_per_s: float = GBYTES_PER_S,
     rules: Rules = PRINTED,
+    resident: int = RESIDENT,
     keeps_caches: bool = False,
 ) -> Outcome:
     """Runs kernels on one of the configurations of section 4.3.1, or on "RDMA".
@@ -66,6 +67,7 @@ def simulate(
         num_gpus: GPUs.
         gbytes_per_s: Bandwidth of a GPU's link to shared memory.
         rules: Of MGCC.
+        resident: Wavefronts that a CU runs at a time.
 
     Raises:
         ValueError: If no configuration has that name.
@@ -74,7 +76,7 @@ def simulate(
     in_order = configuration.endswith("SC")
     speeds = Speeds(
         parts=parts(gbytes_per_s),
-        resident=RESIDENT,
+        resident=resident,
         lines_in_flight=0 if in_order else LINES_IN_FLIGHT,
     )
     outcome = Machine(protocol, speeds).run(kernels, keeps_caches=keeps_caches)

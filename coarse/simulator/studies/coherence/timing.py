@@ -25,12 +25,14 @@ class Instruction:
         is_write: Whether it stores.
         cycles: Computation before it, in cycles of the CU; each line takes one more.
         waits: Whether it needs what its wavefront has read before.
+        is_fenced: Whether all that its wavefront has issued must have ended.
     """
 
     lines: tuple[int, ...]
     is_write: bool = False
     cycles: int = 0
     waits: bool = False
+    is_fenced: bool = False
 
 
 Wavefront: TypeAlias = Sequence[Instruction]
@@ -174,6 +176,8 @@ class Machine:
         self._at(end, wavefront)
 
     def _may_issue(self, wavefront: _Running, instruction: Instruction) -> bool:
+        if instruction.is_fenced and wavefront.in_flight:
+            return False
         if instruction.waits and wavefront.reads_in_flight:
             return False
         return wavefront.in_flight <= max(self._speeds.lines_in_flight - len(instruction.lines), 0)

@@ -1,23 +1,31 @@
-"""The Xtreme benchmarks (section 4.3.3): C = A + B again and again, on slices that CUs share or do not share."""
+"""The Xtreme benchmarks (section 4.3.3): C = A + B again and again, on slices that CUs share or do not share.
+
+A lane adds one element, so a wavefront has four lines of each vector. A step begins when the wavefront's step before
+has ended in memory: relaxed consistency needs that synchronisation for a correct result (section 4.4.2).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from coarse.simulator.studies.coherence.kernels import LANES, LINE_ELEMENTS
 from coarse.simulator.studies.coherence.machines import SHAPE
 from coarse.simulator.studies.coherence.timing import Instruction, Kernel, Wavefront
 
 SCALE = 64
-"""The document's vectors, which all GPUs hold together, over ours."""
+"""The document's vectors over ours."""
 
-_LINES_AT_ONCE = 4
-_WAVEFRONTS = 2  # of a CU; they take its lines in turn
+RESIDENT = 40
+"""Wavefronts of a CU at a time: GCN's, which the document's simulator models (recalled)."""
+
+_VECTORS = 3
+_LINES_OF_LANES = LANES // LINE_ELEMENTS
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A wavefront of the CU whose slice it works on."""
+    """A wavefront, and the CU whose slice it works on."""
 
     cu: int
     wavefront: int
@@ -27,35 +35,45 @@ class Vectors:
     """A, B and C, a slice of each for every CU.
 
     Args:
-        kbytes: Size of one vector in the document.
+        kbytes: What each GPU has of all three together, in the document: 768 KB fit into its L1 caches.
+
+    Raises:
+        ValueError: If a CU's slice is not a whole number of wavefronts.
     """
 
     def __init__(self, kbytes: int) -> None:
-        self.slice_lines = kbytes * 1024 // SCALE // 64 // SHAPE.num_cus
-        lines = self.slice_lines * SHAPE.num_cus
-        self.a, self.b, self.c = 0, lines, 2 * lines
+        lines = kbytes * 1024 // SCALE // 64
+        self.slice_lines, rest = divmod(lines, _VECTORS * SHAPE.cus_per_gpu)
+        if rest or self.slice_lines % _LINES_OF_LANES:
+            raise ValueError(
+                f"{kbytes} KB are no whole number of wavefronts for each CU; use a multiple of 192"
+            )
+        self.a, self.b, self.c = (number * self.slice_lines * SHAPE.num_cus for number in range(_VECTORS))
+
+    def places(self) -> list[Place]:
+        """All wavefronts, in the order in which CUs get them."""
+        return [
+            Place(gpu * SHAPE.cus_per_gpu + cu, wavefront)
+            for wavefront in range(self.slice_lines // _LINES_OF_LANES)
+            for cu in range(SHAPE.cus_per_gpu)
+            for gpu in range(SHAPE.num_gpus)
+        ]
 
     def sums(self, target: int, source: int, place: Place, times: int) -> Wavefront:
-        """target = source + B on a wavefront's part of one CU's slice, several times."""
+        """target = source + B on a wavefront's lines, several times."""
         return tuple(instruction for _ in range(times) for instruction in self._sum(target, source, place))
 
     def read_all(self, place: Place) -> Wavefront:
-        return tuple(
-            Instruction(lines) for base in (self.a, self.b, self.c) for lines in self._pieces(base, place)
-        )
+        return tuple(Instruction(self._lines(base, place)) for base in (self.a, self.b, self.c))
 
     def _sum(self, target: int, source: int, place: Place) -> Iterator[Instruction]:
-        pieces = (self._pieces(base, place) for base in (source, self.b, target))
-        for one, other, result in zip(*pieces, strict=True):
-            yield Instruction(one, cycles=2)
-            yield Instruction(other, cycles=2)
-            yield Instruction(result, is_write=True, cycles=2, waits=True)
+        yield Instruction(self._lines(source, place), cycles=2, is_fenced=True)
+        yield Instruction(self._lines(self.b, place), cycles=2)
+        yield Instruction(self._lines(target, place), is_write=True, cycles=2, waits=True)
 
-    def _pieces(self, base: int, place: Place) -> Iterator[tuple[int, ...]]:
-        first = base + place.cu * self.slice_lines
-        own, step = first + place.wavefront * _LINES_AT_ONCE, _WAVEFRONTS * _LINES_AT_ONCE
-        for begin in range(own, first + self.slice_lines, step):
-            yield tuple(range(begin, min(begin + _LINES_AT_ONCE, first + self.slice_lines)))
+    def _lines(self, base: int, place: Place) -> tuple[int, ...]:
+        first = base + place.cu * self.slice_lines + place.wavefront * _LINES_OF_LANES
+        return tuple(range(first, first + _LINES_OF_LANES))
 
 
 def xtreme1(kbytes: int, repeats: int = 10) -> list[Kernel]:
@@ -67,7 +85,7 @@ def xtreme1(kbytes: int, repeats: int = 10) -> list[Kernel]:
             *vectors.sums(vectors.c, vectors.a, place, 1 + repeats),
             *vectors.sums(vectors.a, vectors.c, place, 1 + repeats),
         )
-        for place in _in_turn()
+        for place in vectors.places()
     ]
     return [kernel]
 
@@ -84,25 +102,18 @@ def xtreme3(kbytes: int, repeats: int = 10) -> list[Kernel]:
 
 def _shared(kbytes: int, repeats: int, distance: int) -> list[Kernel]:
     vectors = Vectors(kbytes)
-    own = [(*vectors.read_all(place), *vectors.sums(vectors.c, vectors.a, place, 1)) for place in _in_turn()]
+    places = vectors.places()
+    own = [(*vectors.read_all(place), *vectors.sums(vectors.c, vectors.a, place, 1)) for place in places]
     others = [
         vectors.sums(
             vectors.a, vectors.c, replace(place, cu=(place.cu + distance) % SHAPE.num_cus), 1 + repeats
         )
         if place.cu % 2 == 0
         else ()
-        for place in _in_turn()
+        for place in places
     ]
-    again = [vectors.sums(vectors.c, vectors.a, place, 1) for place in _in_turn()]
+    again = [vectors.sums(vectors.c, vectors.a, place, 1) for place in places]
     return [own, others, again]
-
-
-def _in_turn() -> Iterator[Place]:
-    """CUs in the order in which wavefronts are given to them."""
-    for wavefront in range(_WAVEFRONTS):
-        for cu in range(SHAPE.cus_per_gpu):
-            for gpu in range(SHAPE.num_gpus):
-                yield Place(gpu * SHAPE.cus_per_gpu + cu, wavefront)
 
 
 BENCHMARKS = {"Xtreme1": xtreme1, "Xtreme2": xtreme2, "Xtreme3": xtreme3}
