@@ -181,6 +181,7 @@ def test_all_writes_pages_pictures_and_the_summary(registered, docs):
     index = (docs / "simulator.md").read_text()
     row = "Doe, Rooms, 1999 | 4 | 1 of 2 (50%) | 1 of 1 | 1 of 1 | 1 of 2 |"
     assert f"| [rooms](simulator/rooms.md): Title of rooms | {row}" in index
+    assert "| all |  | 8 | 2 of 4 (50%) | 2 of 2 | 2 of 2 | 2 of 4 |" in index
     assert "stale" not in index
     assert "<!-- studies -->\n| study |" in index
     assert "| COARSE on fat-tree | 7.0 | 8.0 |" in index

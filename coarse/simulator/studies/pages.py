@@ -115,7 +115,7 @@ def between_marks(text: str, name: str, lines: Iterable[str]) -> str:
 
 
 def summary_lines(outcomes: Mapping[str, tuple[Study, StudyResult] | str]) -> Iterator[str]:
-    """The summary table."""
+    """The summary table: a row for each study, and one for all together."""
     yield from _head(
         (
             "study",
@@ -131,22 +131,29 @@ def summary_lines(outcomes: Mapping[str, tuple[Study, StudyResult] | str]) -> It
         if isinstance(outcome, str):
             yield _row((name, f"**failed**: {outcome}", *[""] * 5))
         else:
-            yield _row(summary_row(*outcome))
+            yield _row(
+                (
+                    f"[{name}]({_FOLDER}/{name}.md): {outcome[0].title}",
+                    outcome[0].document,
+                    *_counts(outcome[1:]),
+                )
+            )
+    yield _row(("all", "", *_counts([each[1] for each in outcomes.values() if not isinstance(each, str)])))
 
 
-def summary_row(study: Study, result: StudyResult) -> Sequence[str]:
-    """Cells of a study: its numbers of figures, and how many of them agree."""
-    compared = {basis: [each for each in result.comparisons if each.basis is basis] for basis in Basis}
+def _counts(results: Sequence[StudyResult]) -> Sequence[str]:
+    """Numbers of figures and claims of all results together, and how many of them agree or hold."""
+    comparisons = [each for result in results for each in result.comparisons]
+    claims = [claim for result in results for claim in result.claims]
+    compared = {basis: [each for each in comparisons if each.basis is basis] for basis in Basis}
     predicted = compared[Basis.PREDICTED]
     share = f" ({_agreeing(predicted) / len(predicted):.0%})" if predicted else ""
     return (
-        f"[{study.name}]({_FOLDER}/{study.name}.md): {study.title}",
-        study.document,
-        str(len(result.comparisons)),
+        str(len(comparisons)),
         f"{_of(predicted)}{share}",
         _of(compared[Basis.EXACT]),
         _of(compared[Basis.FITTED]),
-        f"{sum(claim.holds for claim in result.claims)} of {len(result.claims)}",
+        f"{sum(claim.holds for claim in claims)} of {len(claims)}",
     )
 
 
