@@ -250,7 +250,8 @@ def print_table(plan: Plan, outcomes: list[Outcome], console: Console) -> None:
 
 
 def in_ms(seconds: list[float]) -> str:
-    return f"{statistics.median(seconds) * 1e3:.1f} ({max(seconds) * 1e3:.1f})"
+    worst = f" ({max(seconds) * 1e3:.0f})" if len(seconds) > 1 else ""
+    return f"{statistics.median(seconds) * 1e3:.1f}{worst}"
 
 
 def main() -> None:

@@ -85,7 +85,10 @@ def first_missing_step(folder: Path) -> int:
 
 
 def train_with_torchft(workload: Workload, log: StepLog, arguments: argparse.Namespace) -> None:
-    """Fault-tolerant DDP of torchft: a replica a worker, gloo, its quorum asked for in the forward pass."""
+    """torchft: a replica a worker, gloo, the quorum asked for in the forward pass, one all-reduce of all gradients.
+
+    The DistributedDataParallel of torchft 0.2 fails with an AssertionError in its hook when gloo loses a worker.
+    """
     import torchft
 
     manager = torchft.Manager(
@@ -96,13 +99,23 @@ def train_with_torchft(workload: Workload, log: StepLog, arguments: argparse.Nam
         replica_id=f"worker-{arguments.place}",
         timeout=2 * TORCHFT_TIMEOUT,
     )
-    module = torchft.DistributedDataParallel(manager, workload.module)
     optimizer = torchft.Optimizer(manager, torch.optim.AdamW(workload.module.parameters(), lr=LEARNING_RATE))
     while (step := manager.current_step()) < arguments.last_step:
         began_s = time.monotonic()
-        train_step(workload, module, optimizer, step)
+        optimizer.zero_grad()
+        workload.loss(workload.module, workload.batches[step % len(workload.batches)]).backward()
+        average(manager, [parameter.grad for parameter in workload.module.parameters()])
+        optimizer.step()
         log.write(step, began_s, counted=manager.current_step() > step)
     manager.shutdown(wait=False)
+
+
+def average(manager: Any, gradients: list[torch.Tensor]) -> None:
+    """Averages all gradients as one tensor."""
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    manager.allreduce(flat).wait()
+    for gradient, part in zip(gradients, flat.split([each.numel() for each in gradients]), strict=True):
+        gradient.copy_(part.view_as(gradient))
 
 
 def load_state(workload: Workload, optimizer: Any, state: dict[str, Any]) -> None:
