@@ -154,6 +154,11 @@ def may_share_gpus_over_nccl() -> bool:
     return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
 
 
+def is_of_torchrun() -> bool:
+    """Whether torchrun has started this process."""
+    return "TORCHELASTIC_USE_AGENT_STORE" in os.environ
+
+
 def is_of_tensorflow(environ: Mapping[str, str]) -> bool:
     """Whether TF_CONFIG describes the job, because no launcher does."""
     return bool(environ.get("TF_CONFIG")) and "RANK" not in environ and "WORLD_SIZE" not in environ

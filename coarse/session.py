@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -21,7 +21,7 @@ from coarse.client.single_worker import SingleWorkerClient, SingleWorkerTensorGr
 from coarse.client.tensor_group import TensorGroup
 from coarse.client.worker_status import AnsweringWorker, answer_as_worker
 from coarse.emulation.emulated_session import EmulatedSession
-from coarse.env import Attempt, WorkerIdentity, notes_pipe
+from coarse.env import Attempt, WorkerIdentity, is_of_torchrun, notes_pipe
 from coarse.errors import SessionClosedError
 from coarse.failpoints import Failpoints, parse_failpoints
 from coarse.kernels import _native
@@ -36,10 +36,12 @@ from coarse.rendezvous import NodeMap, PeerWatch, gather_workers
 from coarse.schema import UPDATABLE_DTYPES, TensorSpec
 from coarse.session_checks import (
     check_emulated_nodes,
+    check_losses,
     check_nodes,
     check_solo,
     check_specs,
     reducible,
+    settings_for_losses,
     settings_for_nodes,
 )
 from coarse.settings import Settings
@@ -172,7 +174,13 @@ class Session:
             with watch.telling():
                 check_nodes(settings, nodes.num_nodes)
                 check_emulated_nodes(settings, nodes)
-                settings = settings_for_nodes(settings, nodes.num_nodes)
+                check_losses(
+                    settings,
+                    num_workers=identity.world_size,
+                    num_nodes=nodes.num_nodes,
+                    is_of_torchrun=is_of_torchrun(),
+                )
+                settings = settings_for_losses(settings_for_nodes(settings, nodes.num_nodes))
                 joining = Joining(
                     identity=identity,
                     store=store,
@@ -316,8 +324,13 @@ class Session:
         """Opens a reducer that takes tensors by name from any thread. Until it closes, nothing else may be reduced.
 
         Raises:
-            ValueError: If the job has only one worker.
+            ValueError: If the job has only one worker, or goes on without lost ones.
         """
+        if self.settings.least_workers:
+            raise ValueError(
+                "reducing tensors by name needs all workers, but COARSE_MIN_WORKERS lets the job go on without lost "
+                "ones; unset it, or train with coarse.torch.DistributedDataParallel"
+            )
         return self._linked().open_async_reducer()
 
     def broadcast(self, array: AnyArray, *, root: int = 0) -> None:
@@ -329,6 +342,7 @@ class Session:
 
         Raises:
             ValueError, TypeError, GpuUnavailableError: As for all_reduce(), and if `root` is no rank.
+            WorkerLostError: If worker `root` is lost; the array may be partly overwritten.
         """
         if not 0 <= root < self.identity.world_size:
             raise ValueError(f"root={root} is not a rank of {self.identity.world_size} workers")
@@ -486,6 +500,21 @@ class Session:
         choices = () if chosen is None else chosen.describe()
         planned = [] if self._planning is None else self._planning.decisions()
         return [*self._decisions, *choices, *planned]
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Ranks of the workers that contributed to the last step that this worker has pulled as a whole.
+
+        All workers but those that were lost before (docs/guides/elastic.md). After a step, equal on all workers.
+        """
+        client = self._open()
+        return client.members.ranks if isinstance(client, Client) else (self.identity.rank,)
+
+    def on_change(self, callback: Callable[[tuple[int, ...]], object]) -> None:
+        """Calls back with `members` when they change: after the same step on all workers, in the training thread."""
+        client = self._open()
+        if isinstance(client, Client):
+            client.members.on_change(callback)
 
     @property
     def node_workers(self) -> tuple[int, ...]:

@@ -82,6 +82,40 @@ def check_emulated_nodes(settings: Settings, nodes: NodeMap) -> None:
         )
 
 
+def check_losses(settings: Settings, *, num_workers: int, num_nodes: int, is_of_torchrun: bool) -> None:
+    """Raises RendezvousError unless this job can go on without lost workers, if the settings ask for that.
+
+    Args:
+        settings: The settings.
+        num_workers, num_nodes: Size of the job.
+        is_of_torchrun: Whether torchrun has started it.
+    """
+    if not settings.least_workers:
+        return
+    if settings.least_workers > num_workers:
+        raise RendezvousError(
+            f"COARSE_MIN_WORKERS={settings.min_workers}, but the job has {num_workers} worker(s); lower it, or start "
+            "more"
+        )
+    if num_nodes > 1:
+        raise RendezvousError(
+            f"a job goes on without lost workers within one node only, but this one has {num_nodes} nodes; unset "
+            "COARSE_MIN_WORKERS"
+        )
+    if is_of_torchrun:
+        raise RendezvousError(
+            "torchrun ends all workers when one ends, so a job cannot go on without lost workers; start it by "
+            "`coarse run --min-workers`, or unset COARSE_MIN_WORKERS"
+        )
+
+
+def settings_for_losses(settings: Settings) -> Settings:
+    """The settings without all that needs every worker, if the job goes on without lost ones."""
+    if settings.least_workers:
+        return replace(settings, dual_sync="off", replan_steps=0, gpu_transfers="off")
+    return settings
+
+
 def settings_for_nodes(settings: Settings, num_nodes: int) -> Settings:
     """The settings with the algorithm that works with this number of nodes, where it was left to COARSE."""
     if settings.machine and settings.algorithm == "auto" and num_nodes > 1:

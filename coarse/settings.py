@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeAlias
 
-from coarse.env import process_environment
+from coarse.env import MOST_WORKERS_OF_A_NODE, process_environment
 from coarse.errors import SettingsError
 from coarse.failpoints import parse_failpoints
 from coarse.machine.cci import LoadStore
@@ -262,6 +262,10 @@ class Settings:
             their memory (docs/design/recovery.md); 0 disables.
         replicas: Extra copies of each memory device's contents, 0 or 1, so that the next attempt continues if a
             device is lost. Needs `keep_devices`.
+        min_workers: Number of workers that go on when others are lost (docs/guides/elastic.md); with fewer the
+            attempt ends. 0 ends it with the first loss.
+        on_loss: "continue" lets the remaining workers go on, at least one if `min_workers` is 0; "restart" ends the
+            attempt; "auto" continues if `min_workers` is above 0.
         metrics_port: Port at which each node serves its metrics (docs/metrics.md); 0 disables.
         metrics_address: Address at which it does; the default is reachable from the same machine only.
         failpoints: Faults to inject, for tests (coarse.failpoints); "" for none.
@@ -423,6 +427,19 @@ class Settings:
         read=_read_int,
         check=_is_between(0, 1),
     )
+    min_workers: int = _setting(
+        0,
+        "workers that suffice to go on after others are lost; 0 ends the job with the first",
+        read=_read_int,
+        check=_is_between(0, MOST_WORKERS_OF_A_NODE),
+    )
+    on_loss: str = _choice(
+        "auto",
+        "what follows the loss of a worker; auto continues if --min-workers is given, restart ends the attempt",
+        "auto",
+        "continue",
+        "restart",
+    )
     metrics_port: int = _setting(
         0,
         "port at which each node serves its metrics to Prometheus; 0 disables",
@@ -500,6 +517,34 @@ class Settings:
                 f"COARSE_REPLICAS={self.replicas} needs COARSE_KEEP_DEVICES: the remaining memory devices must "
                 "wait for the workers of the next attempt. Set it to a number of seconds, such as 60"
             )
+        if self.least_workers and (reason := self._cannot_continue()):
+            raise ValueError(
+                f"COARSE_MIN_WORKERS={self.min_workers}, COARSE_ON_LOSS={self.on_loss}: a job cannot go on without "
+                f"lost workers if {reason}, or set COARSE_ON_LOSS=restart"
+            )
+
+    def _cannot_continue(self) -> str:
+        """The setting that prevents a job from going on without its lost workers, with advice; "" if none does."""
+        reasons = {
+            "links are emulated (COARSE_MACHINE); unset it": bool(self.machine),
+            "shards are served in turn (COARSE_SCHEDULING=fcfs); set it to queues": self.scheduling == "fcfs",
+            f"COARSE_ALGORITHM is {self.algorithm}; set it to auto, direct or gather": self.algorithm
+            not in ("auto", "direct", "gather"),
+            "workers reduce tensors themselves (COARSE_DUAL_SYNC); set it to auto or off": self.dual_sync
+            not in ("auto", "off"),
+            "all workers check the links (COARSE_REPLAN_STEPS); set it to 0": self.replan_steps > 0,
+            "backward waits on a GPU (COARSE_GPU_TRANSFERS=wait); set it to auto or off": self.gpu_transfers
+            == "wait",
+            "memory devices wait for all workers (COARSE_KEEP_DEVICES); unset it": self.keep_devices > 0,
+        }
+        return next((reason for reason, holds in reasons.items() if holds), "")
+
+    @property
+    def least_workers(self) -> int:
+        """Workers that suffice to go on after a loss; 0 if any loss of a worker ends the attempt."""
+        if self.on_loss == "restart":
+            return 0
+        return self.min_workers or int(self.on_loss == "continue")
 
     @property
     def sync_algorithm(self) -> str:

@@ -24,9 +24,9 @@ from coarse.timeline.part_files import parts_folder
 _DESCRIPTION = """\
 Starts N workers on this node with RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT set,
 and marks each line of their output. As soon as one worker fails, all workers are ended and this command returns the
-failed worker's exit code, or it starts them again, at most --max-restarts times. Ctrl-Z stops the job, and fg
-continues it. For a job over several nodes, run one such command on each, with the same --nnodes, --master-addr and
---master-port and a different --node-rank."""
+failed worker's exit code, or it starts them again, at most --max-restarts times. With --min-workers the others go on
+while that many are left. Ctrl-Z stops the job, and fg continues it. For a job over several nodes, run one such
+command on each, with the same --nnodes, --master-addr and --master-port and a different --node-rank."""
 
 _SHUTDOWN_TIMEOUT_S = 30.0
 
@@ -181,9 +181,12 @@ def _run(arguments: argparse.Namespace, master_port: MasterPort) -> int:
 
     fail: Callable[[str], NoReturn] = arguments.usage_error
     try:
+        command = command_of(arguments)
+        environments = environments_of(arguments, process_environment(), master_port.number)
         plan = JobPlan(
-            command=command_of(arguments),
-            environments=environments_of(arguments, process_environment(), master_port.number),
+            command=command,
+            environments=environments,
+            min_workers=Settings.from_environment(environments[0]).least_workers,
             first_rank=_first_rank(arguments),
             plain_first=arguments.no_prefix,
             log_dir=_prepare_log_dir(arguments),
@@ -334,6 +337,11 @@ def _require_sound_settings(environment: Mapping[str, str], num_workers: int, nu
             from coarse.session_checks import check_nodes
 
             check_nodes(settings, num_nodes)
+        if settings.least_workers:
+            from coarse.session_checks import check_losses
+
+            num_in_job = num_workers * num_nodes
+            check_losses(settings, num_workers=num_in_job, num_nodes=num_nodes, is_of_torchrun=False)
         asked = (settings.memory_devices, settings.partition_table, settings.replicas, settings.algorithm)
         if asked != (0, "", 0, "auto"):  # the import takes a tenth of a second
             from coarse.startup.device_checks import check_node

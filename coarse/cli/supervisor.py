@@ -64,6 +64,7 @@ class JobPlan:
         log_dir: An existing directory for one file per worker; None for no files.
         console_streams: Those of "stdout" and "stderr" that go to the launcher's; the others go only to the log.
         max_restarts: Number of times that all workers are restarted after one has failed.
+        min_workers: Workers that suffice to go on after others have failed; 0 if the first failure ends all.
         restart_variables: Returns changed variables of every environment, given the number of the restart.
         is_quiet: Whether to say nothing about what the session decides and how the job went.
     """
@@ -76,6 +77,7 @@ class JobPlan:
     log_dir: Path | None = None
     console_streams: frozenset[str] = frozenset({"stdout", "stderr"})
     max_restarts: int = 0
+    min_workers: int = 0
     restart_variables: Callable[[int], Mapping[str, str]] = lambda attempt: {}
     is_quiet: bool = False
 
@@ -151,6 +153,8 @@ class Supervisor:
         self._interrupted_by: int | None = None
         self._unread: OSError | None = None
         self._is_failing = False
+        self._lost: list[_Worker] = []
+        self._started_s = time.monotonic()
         self._is_ending = False
         self._has_children = True
         self._num_restarts = 0
@@ -321,10 +325,24 @@ class Supervisor:
             worker.evidence = self._memory_watch.evidence()
         self._ended.append(worker)
         if returncode != 0 and not self._is_failing and self._interrupted_by is None:
+            if self._goes_on_without(worker):
+                return
             self._is_failing = True
             self._later(REPORT_GRACE_S, self._terminate_silent_workers)
             self._later(REPORT_GRACE_S + TEARDOWN_GRACE_S, self._terminate_workers)
             self._later(REPORT_GRACE_S + TERMINATE_GRACE_S, self._kill_all)
+
+    def _goes_on_without(self, worker: _Worker) -> bool:
+        """Whether enough workers have not failed after this one has; says so."""
+        num_left = self._plan.num_workers - len(self._lost) - 1
+        if not self._plan.min_workers or num_left < self._plan.min_workers:
+            return False
+        self._lost.append(worker)
+        self._say(
+            f"coarse run: {worker.exit()}, {worker.ended_s - self._started_s:.1f} s after the start; the other "
+            f"{num_left} go on (--min-workers {self._plan.min_workers})\n"
+        )
+        return True
 
     def _follow_last_exit(self) -> None:
         """Runs after the last worker's end: restarts all, or gives remaining child processes time to end."""
@@ -348,6 +366,8 @@ class Supervisor:
         self._say(f"coarse run: {failure}; restart {self._num_restarts} of {self._plan.max_restarts}\n")
         sweep(spared=persistent_pids(self._plan.job), reap=self._reap)
         self._is_failing = False
+        self._lost = []
+        self._started_s = time.monotonic()
         self._ended = []
         self._has_children = True
         self._start()
@@ -398,8 +418,11 @@ class Supervisor:
 
     def _verdict(self) -> int:
         exits = [worker.exit() for worker in self._ended]
-        failure = first_failure(exits)
-        failed = [] if failure is None or failure.was_stopped else [f"worker {failure.rank} failed"]
+        lost = [worker.exit() for worker in self._lost]
+        # Without the lost ones the job has ended well, unless another one has failed.
+        failure = first_failure(exits if self._is_failing else [each for each in exits if each not in lost])
+        failed = [f"worker {each.rank} lost" for each in lost] if not self._is_failing else []
+        failed += [] if failure is None or failure.was_stopped else [f"worker {failure.rank} failed"]
         if summary := self._notes.summary(self._num_restarts, failed):
             self._say(f"coarse run: {summary}\n")
         if self._interrupted_by is not None and (failure is None or failure.was_stopped):

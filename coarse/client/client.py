@@ -15,6 +15,7 @@ from coarse.client.direct_allreduce import NodeBarrier
 from coarse.client.failure_detector import FailureDetector, FateOfDevice, KillSilent, heartbeat_limit_ms
 from coarse.client.internal_groups import node_barrier_schema, staging_schema
 from coarse.client.link_probes import LinkProbes, probe_schema
+from coarse.client.members import Members
 from coarse.client.memory.parameter_storage import ParameterStorage, StorageSnapshot
 from coarse.client.memory.stored_value import StoredValue
 from coarse.client.node_agreement import NodeAgreement
@@ -27,6 +28,7 @@ from coarse.errors import (
     ForkedSessionError,
     SessionClosedError,
     SyncTimeoutError,
+    WorkerLostError,
     is_refusal,
 )
 from coarse.kernels import _native
@@ -108,6 +110,10 @@ class Client:
         """Seconds that a wait may take before it fails."""
         self.has_other_nodes = agreement.num_nodes > 1
         """Whether some workers of the session are on other nodes."""
+        self.members = Members((*ranks, *agreement.ranks_elsewhere))
+        """The workers of the session that go on."""
+        self.may_lose_workers = settings.least_workers > 0
+        """Whether the session goes on without lost workers."""
         self.table = table
         self.emulation = emulation
         local_device = table.local_device(number)
@@ -496,6 +502,11 @@ class Client:
             waited_s = timeout_s or self.timeout_s
             raise SyncTimeoutError(
                 f"worker {self.rank}: waited {waited_s:.1f} s for {describe()}{self._advice(self._late_clients())}"
+            )
+        if status == _native.WaitStatus.NO_CONTRIBUTION:
+            raise WorkerLostError(
+                f"worker {self.rank}: nobody has contributed to {describe()}: the worker that was to do so is lost. "
+                "Let one of `session.members` do it, or start the job again"
             )
         is_silent = status == _native.WaitStatus.DEVICE_SILENT
         raise self._failure_detector.explain(

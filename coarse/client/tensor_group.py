@@ -13,6 +13,7 @@ from coarse.client.direct_allreduce import HostDirectAllReduce, NodeBarrier
 from coarse.client.gpu.gpu_transfers import NOTHING, GpuTensor, GpuTransfers
 from coarse.client.gpu.nccl_direct_allreduce import NcclDirectAllReduce
 from coarse.client.interfaces import HomeDevice, Waiter
+from coarse.client.members import Members
 from coarse.client.memory.optimizer_memory import OptimizerMemory
 from coarse.client.memory.reservations import Reservations
 from coarse.client.memory.row_memory import RowMemory
@@ -101,6 +102,14 @@ class GroupClient(Waiter, HomeDevice, Protocol):
     @property
     def is_closed(self) -> bool:
         """Whether the session has ended."""
+
+    @property
+    def members(self) -> Members:
+        """The workers of the session that go on."""
+
+    @property
+    def may_lose_workers(self) -> bool:
+        """Whether the session goes on without lost workers."""
 
     @property
     def has_other_nodes(self) -> bool:
@@ -476,6 +485,10 @@ class TensorGroup:
             raise self._closed_error()
         timeout_s = timeout_s or self._client.timeout_s
         self.check(self._native.pull_all(self.id, timeout_s), timeout_s=timeout_s)
+        if self._client.may_lose_workers:
+            self._client.members.remove(
+                {self._client.ranks[each] for each in self._native.stand_ins(self.id)}
+            )
         self.num_steps += 1
         contributors = self._native.all_contributors(self.id)
         if self._direct_allreduce is not None:

@@ -27,6 +27,7 @@ from coarse.metrics.declarations import device_label
 from coarse.proxy.data_path import DataPath
 from coarse.proxy.event_loop import EventLoop
 from coarse.proxy.mailbox import Mailbox
+from coarse.proxy.membership import DRAINED, Membership
 from coarse.proxy.memory import DeviceMemories, DeviceMemory, HostMemory, open_memories
 from coarse.proxy.memory.values import value_memory
 from coarse.proxy.nodes.other_nodes import OtherNodes
@@ -45,10 +46,12 @@ from coarse.timeline.part_files import MEMORY_DEVICE, Process
 from coarse.wire.device_job import HOME_DEVICE, DeviceJob
 from coarse.wire.failure_messages import (
     Failure,
+    WorkerLoss,
     device_died,
     device_failed,
     device_silent,
     device_unready,
+    too_few_workers,
     worker_died,
     worker_evicted,
     workers_departed,
@@ -123,6 +126,7 @@ class MemoryDevice:
         self._memory_watch = OutOfMemoryWatch()
         self._goes_on = False
         self._failed_ranks: set[int] = set()  # workers that have left early
+        self._membership = Membership(job)
         self._is_dismissed = False
         self._deadline = time.monotonic() + (job.join_timeout_s if job.leader_pid else job.keep_s)
         self._answers: dict[str, Callable[[WorkerConnection, Message], None]] = {
@@ -381,6 +385,8 @@ class MemoryDevice:
             self._replication.take(message, segments)
             for segment in segments:
                 segment.close()
+        elif received.kind == DRAINED:
+            self._note_drained(int_field(message, "client", high=self._job.num_clients - 1), device)
         elif received.kind == "abort":
             self._abort(Failure.from_message(message))
         elif received.kind == "node_ended":
@@ -422,10 +428,12 @@ class MemoryDevice:
         self._leave(worker)
 
     def worker_died(self, worker: WorkerConnection) -> None:
-        """Ends the session because a worker has died."""
+        """Goes on without a worker that has died, or ends the session."""
         proxy = self._data_path.running_proxy
         last_step = proxy.last_step(worker.client) if proxy is not None else 0
         evidence = self._memory_watch.evidence()
+        if self._can_go_on:
+            return self._lose_member(worker, f"died{f' ({evidence})' if evidence else ''}")
         self._abort(worker_died(self._job.rank(worker.client), worker.pid, last_step, evidence))
         self._leave(worker)
 
@@ -461,7 +469,48 @@ class MemoryDevice:
     def _say_goodbye(self, worker: WorkerConnection, message: Message) -> None:
         if message.get("is_finished") is not True:
             self._failed_ranks.add(self._job.rank(worker.client))
+            if self._can_go_on:
+                return self._lose_member(worker, "left with an error of its own")
         self._leave(worker)
+
+    # ---- lost workers, without which the others go on ----
+
+    @property
+    def _can_go_on(self) -> bool:
+        return self._job.min_workers > 0 and self._data_path.is_started and not self._is_aborted
+
+    def _lose_member(self, worker: WorkerConnection, fate: str) -> None:
+        """Goes on without a worker when its process has ended, unless too few are left."""
+        assert self._data_path.proxy is not None
+        loss = WorkerLoss(
+            rank=self._job.rank(worker.client),
+            pid=worker.pid,
+            fate=fate,
+            last_step=self._data_path.proxy.last_step(worker.client),
+            lost_at=time.strftime("%H:%M:%S"),
+        )
+        members = self._membership
+        members.lose(worker.client, loss)
+        if not members.are_enough:
+            self._abort(too_few_workers(members.losses, members.num_left, self._job.min_workers))
+            return self._leave(worker)
+        self._contents.failures["worker_lost"] += 1
+        if self._job.is_home:
+            logger.warning("[md%s] %s. The other %s go on", self._job.device, loss, members.num_left)
+        self._workers.await_end(worker, lambda: self._bury_member(worker))
+
+    def _bury_member(self, worker: WorkerConnection) -> None:
+        """Takes the last contributions of a lost worker, whose process has ended."""
+        proxy = self._data_path.proxy
+        assert proxy is not None
+        proxy.client_ended(worker.client)
+        self._registrar.lose(worker.client, proxy)
+        self._storage.leave(worker.client)
+        worker.close()
+
+    def _note_drained(self, client: int, device: int) -> None:
+        if self._membership.drain(client, device) and self._data_path.proxy is not None:
+            self._data_path.proxy.stand_in_for(client)
 
     def _leave(self, worker: WorkerConnection) -> None:
         self._workers.forget(worker)
@@ -479,7 +528,7 @@ class MemoryDevice:
     def _register(self, worker: WorkerConnection, message: Message) -> None:
         self._registrar.register(worker.client, message)
         # A refused worker has also requested the group, and may have left before others request it here.
-        if any(map(self._registrar.is_waiting_for, self._workers.departed)):
+        if any(map(self._registrar.is_waiting_for, self._departed)):
             self._abort(self._departure())
 
     def _unregister(self, worker: WorkerConnection, message: Message) -> None:
@@ -511,10 +560,15 @@ class MemoryDevice:
         worker.send({"type": "transfers"}, [log_fd])
         os.close(log_fd)
 
+    @property
+    def _departed(self) -> set[int]:
+        """Clients that have left, and are not lost."""
+        return self._workers.departed - self._membership.lost
+
     def _departure(self) -> Failure:
         proxy = self._data_path.proxy
         departed = dict.fromkeys(self._other_nodes.departed_ranks, 0)
-        for client in self._workers.departed:
+        for client in self._departed:
             departed[self._job.rank(client)] = 0 if proxy is None else proxy.last_step(client)
         return workers_departed(departed, self._failed_ranks)
 
@@ -526,6 +580,9 @@ class MemoryDevice:
         proxy = self._data_path.proxy
         assert proxy is not None
         self._other_nodes.take_events(proxy)
+        for client in proxy.take_drained():
+            self._peers.tell({"type": DRAINED, "client": client})
+            self._note_drained(client, self._job.device)
         for client, text in proxy.take_events():
             if client == _native.THIS_DEVICE:
                 self._fail(text)

@@ -90,6 +90,7 @@ class Registrar:
         self._replicas = replicas
         self._registrations: dict[int, Registration] = {}
         self._released: set[int] = set()  # numbers of released groups; never reused
+        self._lost: set[int] = set()
 
     def register(self, client: int, message: Message) -> None:
         """Handles a worker's request for a group."""
@@ -112,6 +113,11 @@ class Registrar:
         """Releases all groups of a worker that has left."""
         for registration in list(self._registrations.values()):
             self._release(registration, client, proxy)
+
+    def lose(self, client: int, proxy: _native.Proxy) -> None:
+        """Releases all groups of a lost worker, which from now on registers what the others register."""
+        self._lost.add(client)
+        self.release_all(client, proxy)
 
     def is_waiting_for(self, client: int) -> bool:
         """Whether other workers have requested a group that this worker has not."""
@@ -174,7 +180,7 @@ class Registrar:
 
     def _release(self, registration: Registration, client: int, proxy: _native.Proxy | None) -> None:
         registration.released.add(client)
-        if len(registration.released) < self._job.num_clients:
+        if len(registration.released | self._lost) < self._job.num_clients:
             return
         if registration.is_active and proxy is not None:
             self._snapshots.remove(registration.group)
@@ -188,6 +194,7 @@ class Registrar:
     def _advance(self, registration: Registration, proxy: _native.Proxy) -> None:
         if registration.refusal is not None or registration.is_active:
             return
+        self._register_lost(registration)
         if len(registration.schemas) < self._job.num_clients:
             return
         try:
@@ -209,6 +216,16 @@ class Registrar:
                 f"{self._cannot_serve(registration)}: {error}. Check the limits of its process: `ulimit -a`"
             )
             self._refuse(registration, kind(text))
+
+    def _register_lost(self, registration: Registration) -> None:
+        """Registers for lost workers what another one has registered. Their slots stay empty."""
+        members = registration.schemas.keys() - self._lost
+        for client in self._lost - registration.schemas.keys() if members else ():
+            registration.schemas[client] = registration.schemas[min(members)]
+            registration.places[client] = WorkerPlaces()
+            registration.memories[client] = WorkerMemory(
+                reserves=registration.memories[min(members)].reserves
+            )
 
     def _cannot_serve(self, registration: Registration) -> str:
         device = f"memory device md{self._job.device} ({self._job.memory})"

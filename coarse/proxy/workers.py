@@ -9,7 +9,7 @@ import os
 import select
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -144,7 +144,8 @@ class Workers:
 
     def send(self, client: int, message: Message, fds: Sequence[int]) -> None:
         """Sends a message to an admitted worker; does nothing if it is gone."""
-        self._admitted[client].send(message, fds)
+        if not self._admitted[client].has_left:
+            self._admitted[client].send(message, fds)
 
     def forget(self, worker: WorkerConnection) -> None:
         """Stops reading from a worker; its connection stays open for further messages to it."""
@@ -152,6 +153,19 @@ class Workers:
         for fd in (worker.channel.fileno(), worker.pidfd):
             if fd >= 0:
                 self._loop.unwatch(fd)
+
+    def await_end(self, worker: WorkerConnection, callback: Callable[[], object]) -> None:
+        """Stops reading from a worker; calls back when its process has ended."""
+        self.forget(worker)
+
+        def ended() -> None:
+            self._loop.unwatch(worker.pidfd)
+            callback()
+
+        if worker.pidfd >= 0:
+            self._loop.watch(worker.pidfd, ended)
+        else:  # it ended before it was admitted
+            callback()
 
     def await_ends(self, deadline_s: float) -> bool:
         """Waits until the processes of all admitted workers have ended, so that none can write any more.

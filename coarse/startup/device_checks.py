@@ -42,6 +42,11 @@ def check_devices(settings: Settings, table: PartitionTable, *, num_nodes: int) 
     """Raises ValueError, with advice, for settings that memory devices of this kind or number do not support."""
     if table.is_on_gpus:
         _check_gpus(settings, num_nodes)
+    if table.is_on_gpus and settings.least_workers:
+        raise ValueError(
+            "a job goes on without lost workers only if its memory devices use the memory of the host, not of GPUs; "
+            "set COARSE_MEMORY_DEVICES to a number, or unset COARSE_MIN_WORKERS"
+        )
     if settings.algorithm == NCCL:
         check_nccl(table)
     if settings.replicas:

@@ -226,6 +226,7 @@ def _job_of(
         heartbeat_s=settings.heartbeat_s,
         keep_s=keep_s,
         replicas=settings.replicas,
+        min_workers=settings.least_workers,
         clients_of=tuple(each.workers for each in table.devices),
         metrics_address=settings.metrics_address,
         metrics_port=settings.metrics_port,

@@ -60,6 +60,7 @@ class DeviceJob:
         heartbeat_s: Seconds without progress before another device counts as lost; 0 disables.
         keep_s: How long to wait for the workers of the next attempt if workers are lost; 0 disables waiting.
         replicas: Extra copies of each memory device's contents, on the next devices of the ring.
+        min_workers: Workers that suffice to go on after others are lost; 0 if the first loss ends the session.
         clients_of: The workers that each device serves.
         link_table_fd: The link table, if several nodes share it; -1 if the home device writes it.
         metrics_address, metrics_port: Where the home device serves the node's metrics; port 0 for nowhere.
@@ -92,6 +93,7 @@ class DeviceJob:
     heartbeat_s: float
     keep_s: float
     replicas: int = 0
+    min_workers: int = 0
     clients_of: tuple[tuple[int, ...], ...] = ()
     link_table_fd: int = -1
     metrics_address: str = ""

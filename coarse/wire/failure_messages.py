@@ -160,6 +160,46 @@ def worker_died(rank: int, pid: int, last_step: int, evidence: str = "") -> Fail
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLoss:
+    """A worker that is lost, as messages name it.
+
+    Args:
+        rank, pid: The worker and its process.
+        fate: What became of it, in words.
+        last_step: The last step to which it contributed.
+        lost_at: Time of day.
+    """
+
+    rank: int
+    pid: int
+    fate: str
+    last_step: int
+    lost_at: str
+
+    def __str__(self) -> str:
+        return (
+            f"worker {self.rank} (pid {self.pid}) {self.fate} at {self.lost_at}; its last contribution was step "
+            f"{self.last_step}"
+        )
+
+
+def too_few_workers(losses: Sequence[WorkerLoss], num_left: int, min_workers: int) -> Failure:
+    """Fewer workers are left than suffice to go on.
+
+    Args:
+        losses: All losses, in their order.
+        num_left: Workers that are not lost.
+        min_workers: Workers that suffice.
+    """
+    return Failure(
+        error="WorkerLostError",
+        text=f"{'. Then '.join(map(str, losses))}. {num_left} worker(s) are left, and "
+        f"COARSE_MIN_WORKERS={min_workers}. Parameters are those of the last step that every worker "
+        "finished. Start the job again from these or from your last checkpoint.",
+    )
+
+
 def worker_evicted(rank: int, pid: int, reason: str) -> Failure:
     """A worker has sent invalid data."""
     return Failure(

@@ -245,3 +245,50 @@ def test_several_nodes_cannot_be_started_again_by_one_launcher(script):
     done = coarse_run(*nodes, "--max-restarts", "1", script(""))
     assert done.returncode == 2
     assert "--max-restarts is for one node" in done.stderr
+
+
+# ---- with --min-workers ----
+
+
+def test_others_go_on_after_a_failure_and_their_end_is_that_of_the_job(script):
+    path = script("if rank == 1: sys.exit(7)\nif rank == 2: print('went on', flush=True)")
+    done = coarse_run("-n", "3", "--min-workers", "2", path)
+    assert done.returncode == 0, done.stderr
+    assert "[w2] went on" in done.stdout
+    said = r"coarse run: worker 1 \(pid \d+\) failed with exit code 7, \d+\.\d s after the start; the other 2 go on "
+    assert re.search(said + r"\(--min-workers 2\)\n", done.stderr), done.stderr
+
+
+def test_others_are_not_ended_when_one_is_killed(script):
+    """They would get a signal a second after the failure, and do not end themselves before that."""
+    path = script(
+        "import time\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(2)\nprint('went on')"
+    )
+    done = coarse_run("-n", "3", "--on-loss", "continue", path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("went on") == 2
+
+
+def test_a_failure_that_leaves_too_few_ends_all_and_names_the_first(script, fifo):
+    path = script(
+        f"wait_for_the_end_of_rank_0({fifo!r}) if rank < 2 else None\n"
+        "if rank == 0: sys.exit(7)\nif rank == 1: sys.exit(8)\nsignal.pause()"
+    )
+    done = coarse_run("-n", "3", "--min-workers", "2", path)
+    assert done.returncode == 7
+    said = last_words(done.stderr)
+    assert re.fullmatch(
+        r"worker 0 \(pid \d+\) failed with exit code 7; worker\(s\) 1 failed too", said[-1]
+    ), said
+
+
+def test_without_on_loss_continue_the_first_failure_ends_all(script):
+    path = script("if rank == 1: sys.exit(7)\nsignal.pause()")
+    done = coarse_run("-n", "3", "--min-workers", "2", "--on-loss", "restart", path)
+    assert done.returncode == 7
+
+
+def test_more_workers_than_there_are_cannot_be_required(script):
+    done = coarse_run("-n", "2", "--min-workers", "3", script(""))
+    assert done.returncode == 2
+    assert "COARSE_MIN_WORKERS=3, but the job has 2 worker(s); lower it, or start more" in done.stderr

@@ -170,3 +170,42 @@ def test_what_only_the_build_reads_is_no_misspelling():
 def test_a_default_is_what_users_may_write_themselves(declaration):
     settings = Settings.from_environment({declaration.variable: declaration.default_text})
     assert settings == Settings()
+
+
+@pytest.mark.parametrize(
+    ("min_workers", "on_loss", "least"),
+    [
+        (0, "auto", 0),
+        (2, "auto", 2),
+        (2, "continue", 2),
+        (0, "continue", 1),
+        (2, "restart", 0),
+        (0, "restart", 0),
+    ],
+)
+def test_a_job_goes_on_after_a_loss_if_the_settings_say_so(min_workers, on_loss, least):
+    assert Settings(min_workers=min_workers, on_loss=on_loss).least_workers == least
+
+
+@pytest.mark.parametrize(
+    "needs_all",
+    [
+        {"machine": "dgx1"},
+        {"scheduling": "fcfs"},
+        {"algorithm": "ring"},
+        {"algorithm": "exchange"},
+        {"algorithm": "nccl"},
+        {"dual_sync": "1MB"},
+        {"replan_steps": 100},
+        {"gpu_transfers": "wait"},
+        {"keep_devices": 60.0},
+    ],
+    ids=lambda settings: "=".join(map(str, *settings.items())),
+)
+def test_what_needs_all_workers_is_refused_if_a_job_goes_on_without_lost_ones(needs_all):
+    Settings(min_workers=2, on_loss="restart", **needs_all)
+    (name,) = needs_all
+    with pytest.raises(
+        ValueError, match=rf"a job cannot go on without lost workers if .*COARSE_{name.upper()}.*; "
+    ):
+        Settings(min_workers=2, **needs_all)

@@ -41,6 +41,7 @@ void registerClient(py::module_& module) {
       .value("DEVICE_LOST", WaitStatus::kDeviceLost)
       .value("FORKED", WaitStatus::kForked)
       .value("DEVICE_SILENT", WaitStatus::kDeviceSilent)
+      .value("NO_CONTRIBUTION", WaitStatus::kNoContribution)
       .finalize();
   py::native_enum<ProbeKind>(module, "ProbeKind", "enum.IntEnum")
       .value("PUSH", ProbeKind::kPush)
@@ -125,6 +126,7 @@ void registerClient(py::module_& module) {
       .def("missing_clients", &Client::missingClients, py::arg("group"), py::arg("tensor"))
       .def("clients_ahead", &Client::clientsAhead, py::arg("group"), py::arg("tensor"))
       .def("all_contributors", &Client::allContributors, py::arg("group"))
+      .def("stand_ins", &Client::standIns, py::arg("group"))
       .def(
           "measures",
           [](const Client& client, std::uint32_t group) {

@@ -41,7 +41,14 @@ class SaveAgreement:
         self.world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         self._group: Any = None
         if self.world_size > 1:
-            timeout_s = Settings.from_environment().timeout_s
+            settings = Settings.from_environment()
+            if settings.least_workers:
+                raise ValueError(
+                    "a Checkpointer lets the workers agree through torch's own process group, which fails when one "
+                    "is lost, but COARSE_MIN_WORKERS lets the job go on then. Save model.state_dict() on worker "
+                    "min(model.session.members), or unset COARSE_MIN_WORKERS"
+                )
+            timeout_s = settings.timeout_s
             timeout = timedelta(seconds=timeout_s)
             self._group = within(
                 timeout_s + _PATIENCE_S,  # torch's own error, if raised in time, has more details

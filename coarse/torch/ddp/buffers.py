@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterable, Sequence
 
@@ -71,6 +72,8 @@ class BufferBroadcast:
 
     def __init__(self, session: Session, name: str, buffers: Sequence[torch.Tensor]) -> None:
         self._rank = session.identity.rank
+        self._num_workers = session.identity.world_size
+        self._lost: set[int] = set()
         self._packing = Packing(buffers)
         spec = TensorSpec(name="buffers", dtype="uint8", num_elements=self._packing.num_bytes, op="sum")
         self.group = session.register(name, [spec], on_host=True)
@@ -78,7 +81,7 @@ class BufferBroadcast:
         self._views = self._packing.views(self._exchange.memory)
 
     def run(self, buffers: Sequence[torch.Tensor], *, root: int) -> None:
-        """Overwrites `buffers` with those of worker `root`. Collective.
+        """Overwrites `buffers` with those of worker `root`, or of the first other one if that is lost. Collective.
 
         The version counters of the buffers do not change: as in torch's DDP, several forwards may precede a
         backward.
@@ -92,20 +95,30 @@ class BufferBroadcast:
                 "the module's buffers changed in number, shape or dtype after it was wrapped; "
                 "wrap it again, or list those that change in _ddp_params_and_buffers_to_ignore"
             )
+        for each in itertools.chain((root,), range(self._num_workers)):
+            if each in self._lost:
+                continue
+            if self._copy_from(each, buffers):
+                return
+            self._lost.add(each)  # all workers have seen that it contributed nothing
+
+    def _copy_from(self, root: int, buffers: Sequence[torch.Tensor]) -> bool:
+        """Overwrites buffers with those of worker `root`; returns False if it is lost."""
         is_root = self._rank == root
         with torch.no_grad():
             if is_root:
                 copy_all(self._views, buffers)
             try:
-                self._exchange.run(is_root=is_root)
+                is_there = self._exchange.run(is_root=is_root)
             except SyncTimeoutError as error:
                 raise SyncTimeoutError(
                     f"{error}. Each forward of a wrapped model first broadcasts one worker's buffers, so all workers "
                     "must call it. To evaluate on one worker, call model.module, or wrap with broadcast_buffers=False"
                 ) from error
-            if not is_root:
+            if is_there and not is_root:
                 with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):
                     copy_all(buffers, self._views)
+        return is_there
 
     def _by_gpu(self, session: Session, buffers: Sequence[torch.Tensor]) -> GpuExchange | None:
         if not isinstance(self.group, TensorGroup) or session.settings.gpu_transfers == "off":
@@ -125,10 +138,10 @@ class HostExchange:
         self._group = group
         self.memory = torch.frombuffer(group.buffer(0), dtype=torch.uint8)
 
-    def run(self, *, is_root: bool) -> None:
-        """Overwrites `memory` with the root's."""
+    def run(self, *, is_root: bool) -> bool:
+        """Overwrites `memory` with the root's; returns False if the root is lost."""
         self._group.push(0, present=is_root)
-        self._group.pull(0)
+        return self._group.pull(0) > 0
 
 
 class GpuExchange:
@@ -144,11 +157,12 @@ class GpuExchange:
         self._transfers = group.open_gpu_transfers(gpu.context)
         self.memory = torch.empty(group.specs[0].nbytes, dtype=torch.uint8, device=gpu.device)
 
-    def run(self, *, is_root: bool) -> None:
-        """Makes the current stream wait until `memory` contains the root's values."""
+    def run(self, *, is_root: bool) -> bool:
+        """Makes the current stream wait until `memory` contains the root's values; returns True."""
         stream, address = self._gpu.current_stream(), self.memory.data_ptr()
         tensor = (0, _native.PRESENT, address, 0, 0) if is_root else (0, 0, 0, address, 0)
         self._transfers.push([tensor], stream)
         self._transfers.join(stream)
         if self._group.is_watched:
             self._group.pull_all()
+        return True

@@ -589,6 +589,11 @@ class DistributedDataParallel(UnsupportedFeatures):
                 "join() cannot be combined with a communication hook that averages: a worker without inputs would "
                 "not call it. Give all workers the same number of batches"
             )
+        if (session := self.session) is not None and session.settings.least_workers:
+            raise ValueError(
+                "join() asks all workers through torch's own process group, which fails when one is lost, but "
+                "COARSE_MIN_WORKERS lets the job go on then. Give all workers the same number of batches, or unset it"
+            )
         remote = self._remote_optimizers
         check_joinable(
             offloaded=set() if self._gradients is None else self._gradients.updated_parameters,

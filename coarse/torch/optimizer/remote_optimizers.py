@@ -12,7 +12,13 @@ import numpy as np
 import torch
 
 from coarse.client.tensor_group import TensorGroup
-from coarse.errors import CoarseError, OutOfDeviceMemoryError, SessionClosedError, is_refusal
+from coarse.errors import (
+    CoarseError,
+    OutOfDeviceMemoryError,
+    SessionClosedError,
+    WorkerLostError,
+    is_refusal,
+)
 from coarse.session import Session
 from coarse.torch.ddp.buffers import broadcast_tensors
 from coarse.torch.ddp.module_hooks import OwnHook
@@ -77,7 +83,7 @@ class RemoteOptimizers:
         self._module = module
         self._gradients = gradients
         self._receive_values = receive_values
-        self._provides_values = session.identity.rank == session.node_workers[0]
+        self._provides_values = self._is_first()
 
     @property
     def parts(self) -> Sequence[OffloadedPart]:
@@ -112,6 +118,10 @@ class RemoteOptimizers:
 
     # Moving.
 
+    def _is_first(self) -> bool:
+        """Whether this worker is the first one of its node that is not lost: it provides the node's values."""
+        return self._session.identity.rank == min({*self._session.node_workers} & {*self._session.members})
+
     def offload(
         self,
         optimizer: torch.optim.Optimizer,
@@ -133,6 +143,7 @@ class RemoteOptimizers:
             owner: As for OffloadedPart.
             replaced: The optimizer's previous part; the new part has its parameters too.
         """
+        self._provides_values = self._is_first()
         free = self._release(replaced, has_values=self._provides_values)
         moved = [(name, parameter) for name, parameter in free if parameter in parameters]
         self._prepare_values([parameter for _, parameter in moved])
@@ -205,6 +216,9 @@ class RemoteOptimizers:
         )
         self._move_values(offloaded, gradients)
         offloaded.take_over()
+        if self._session.settings.least_workers:
+            self._check_values_came()
+            offloaded.writes = True  # all write the same values later, because any worker may be lost
         updates = gradients.update(
             offloaded,
             before_backward=options.before_backward if options.overlap else None,
@@ -231,6 +245,14 @@ class RemoteOptimizers:
             raise shortage or OutOfDeviceMemoryError(
                 f"{self._name}: another worker of the job cannot allocate the memory for its part, and reports how "
                 "much it needs; use fewer workers on its node, or a smaller model"
+            )
+
+    def _check_values_came(self) -> None:
+        """Raises WorkerLostError on all workers if the one that provides the values may be lost. Collective."""
+        if not self._is_true_anywhere(self._provides_values):
+            raise WorkerLostError(
+                f"{self._name}: the worker that moved the parameters to the memory devices is lost; start the job "
+                "again"
             )
 
     def _average_again(self, moved: NamedParameters) -> None:

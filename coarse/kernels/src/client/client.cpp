@@ -416,6 +416,15 @@ std::vector<std::size_t> Client::clientsAhead(std::uint32_t groupId, std::uint32
   return ahead;
 }
 
+std::vector<std::size_t> Client::standIns(std::uint32_t groupId) const {
+  const Group& group = find(groupId);
+  std::vector<std::size_t> clients;
+  for (std::size_t client = 0; client < group.plan.numClients; ++client) {
+    if (group.control.contribution(0, client).numElements == kStandIn) clients.push_back(client);
+  }
+  return clients;
+}
+
 std::vector<std::uint32_t> Client::allContributors(std::uint32_t groupId) const {
   const Group& group = find(groupId);
   std::vector<std::uint32_t> contributors;

@@ -26,7 +26,7 @@ WaitStatus Client::allReduce(std::uint32_t groupId, void* buffer, std::size_t nu
     if (status == WaitStatus::kDone) status = contribute(group, pieces, begin);
     if (status != WaitStatus::kDone) return status;
   }
-  return WaitStatus::kDone;
+  return pieces.isIncomplete ? WaitStatus::kNoContribution : WaitStatus::kDone;
 }
 
 Client::BufferPieces::BufferPieces(const GroupPlan& plan, std::byte* buffer, std::size_t count, DType dtype,
@@ -65,7 +65,7 @@ WaitStatus Client::contribute(Group& group, const BufferPieces& pieces, std::siz
   return WaitStatus::kDone;
 }
 
-WaitStatus Client::collect(const Group& group, const BufferPieces& pieces, std::size_t begin,
+WaitStatus Client::collect(const Group& group, BufferPieces& pieces, std::size_t begin,
                            double timeoutSeconds) {
   const std::size_t end = pieces.endOfHalf(begin);
   if (begin >= end) return WaitStatus::kDone;
@@ -74,7 +74,12 @@ WaitStatus Client::collect(const Group& group, const BufferPieces& pieces, std::
       waitForShards(group, pieces.shardOf(begin), last, WaitCause::kAllReduce, timeoutSeconds);
   if (status != WaitStatus::kDone) return status;
   for (std::size_t at = begin; at < end; at += pieces.perShard) {
-    const std::byte* slot = group.slots->data() + group.plan.shards[pieces.shardOf(at)].offset;
+    const std::uint32_t shard = pieces.shardOf(at);
+    if (group.control.contributors(shard).load(std::memory_order_relaxed) == 0) {
+      pieces.isIncomplete = true;  // the others go on, so that all workers stay at the same step
+      continue;
+    }
+    const std::byte* slot = group.slots->data() + group.plan.shards[shard].offset;
     copyBytes(pieces.bytes + at * pieces.itemSize, slot,
               std::min(pieces.perShard, end - at) * pieces.itemSize);
   }

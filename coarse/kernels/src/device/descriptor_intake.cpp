@@ -45,6 +45,11 @@ bool DescriptorIntake::drain() {
   return progressed;
 }
 
+void DescriptorIntake::drain(std::size_t client) {
+  Descriptor descriptor;
+  while (take(client, descriptor)) handOver(client, descriptor);
+}
+
 bool DescriptorIntake::drainFirstComeFirstServe() {
   bool progressed = false;
   if (blocker_ && isBlockerDone()) {

@@ -77,6 +77,7 @@ Proxy::Proxy(ProxyConfig config, int doorbellsFd, int eventFd, const RingMemory&
       intake_(
           intakeConfig(config_), links_, [this](std::uint32_t group) { return groups_.find(group); },
           [this](std::size_t client, const Descriptor& descriptor) { return accept(client, descriptor); }),
+      lostClients_(config_.numClients),
       eventFd_(eventFd) {
   config_.validate();
   constexpr auto kWritable = Mapping::Access::kReadWrite;
@@ -265,6 +266,7 @@ void Proxy::addGroup(GroupPlan plan, int controlFd, const std::vector<Region>& s
   syncCores_->whilePaused([&] {
     addMemory(memory);
     if (group->replica() != nullptr && !memory->isHost()) reserveStaging(*group);
+    group->forget(lostClients_.drained());
     groups_.add(std::move(group));
   });
 }
@@ -363,6 +365,21 @@ void Proxy::clientLeft(std::size_t client) {
   if (nodeExchange_) nodeExchange_->workerLeft(static_cast<std::uint32_t>(config_.ranks[client]));
 }
 
+void Proxy::clientEnded(std::size_t client) {
+  lostClients_.noteEnd(client);
+  doorbells_[config_.device].ring();
+}
+
+void Proxy::standInFor(std::size_t client) {
+  lostClients_.noteAllDrained(client);
+  doorbells_[config_.device].ring();
+}
+
+std::vector<std::size_t> Proxy::takeDrained() {
+  const std::lock_guard<std::mutex> lock(eventsMutex_);
+  return std::exchange(drained_, {});
+}
+
 void Proxy::workerLeftNode(std::size_t node) {
   // Shards that also lack contributions of this node are reported when the last of them arrives.
   hasLeftElsewhere_.store(true);
@@ -378,10 +395,13 @@ void Proxy::abortNodes(const std::string& text) {
 }
 
 bool Proxy::hasUnfinishedShard() const noexcept {
+  const bool hasLost = lostClients_.hasAny();
   for (const TensorGroup* group : groups_.all()) {
-    for (std::size_t shard = 0; shard < group->plan().shards.size(); ++shard) {
+    for (std::uint32_t shard = 0; shard < group->plan().shards.size(); ++shard) {
       // seq_cst pairs with accept(), as there.
-      if (group->control().arrivals(shard).load(std::memory_order_seq_cst) != 0) return true;
+      const bool isBegun = group->control().arrivals(shard).load(std::memory_order_seq_cst) != 0;
+      // Nobody needs a step to which only lost clients have contributed.
+      if (isBegun && (!hasLost || waitingClient(*group, shard))) return true;
     }
   }
   return false;
@@ -418,6 +438,7 @@ ProxyStatistics Proxy::statistics() const noexcept {
 bool Proxy::work(std::size_t core) {
   const bool servesQueues = core == 0;
   bool progressed = servesQueues && intake_.drain();
+  if (servesQueues) progressed |= serveLostClients();
   if (servesQueues) wakeOthers();
   progressed |= runReadyShard(core);
   if (servesQueues && nodeExchange_ != nullptr) progressed |= beginNodeTasks();
@@ -459,8 +480,11 @@ bool Proxy::accept(std::size_t client, const Descriptor& descriptor) {
   // Read before this arrival: a worker of another node that leaves later may already have its results.
   const bool lacksNodes = !isUpdateByMean(descriptor.flags) && hasLeftElsewhere_.load();
   record(*group, client, descriptor);
+  if (!lostClients_.absent().empty() && !lostClients_.hasEnded(client))
+    standIn(*group, descriptor.shard, client);
   // seq_cst pairs with clientLeft(): either it sees this arrival, or we see that a client left.
-  if (lacksNodes || numLeft_.load(std::memory_order_seq_cst) > 0) report(static_cast<int>(client), "");
+  const bool lacksClients = numLeft_.load(std::memory_order_seq_cst) > 0 && !lostClients_.hasEnded(client);
+  if (lacksNodes || lacksClients) report(static_cast<int>(client), "");
   return true;
 }
 
@@ -483,6 +507,62 @@ void Proxy::record(TensorGroup& group, std::size_t client, const Descriptor& des
       group.control().arrivals(descriptor.shard).fetch_add(1, std::memory_order_seq_cst) + 1;
   if (arrived == config_.numClients)
     complete(group, {descriptor.group, descriptor.shard, descriptor.step, descriptor.sentAt});
+}
+
+// ---- lost clients ----
+
+/// Takes the last contributions of clients that have ended, and stands in for those of which no device has
+/// any left.
+bool Proxy::serveLostClients() {
+  if (!lostClients_.takeNews()) return false;
+  for (const std::size_t client : lostClients_.undrained()) {
+    intake_.drain(client);
+    for (TensorGroup* group : groups_.all()) group->forget({client});
+    lostClients_.noteDrained(client);
+    const std::lock_guard<std::mutex> lock(eventsMutex_);
+    drained_.push_back(client);
+    notify();
+  }
+  lostClients_.beginToStandIn();
+  // Shards to which others contribute later are found by accept(), on this thread too.
+  for (TensorGroup* group : groups_.all()) {
+    for (std::uint32_t shard = 0; shard < group->plan().shards.size(); ++shard) {
+      if (const auto client = waitingClient(*group, shard)) standIn(*group, shard, *client);
+    }
+  }
+  return true;
+}
+
+/// A client that lives, has contributed to the shard, and has no result yet.
+std::optional<std::size_t> Proxy::waitingClient(const TensorGroup& group,
+                                                std::uint32_t shard) const noexcept {
+  if (group.plan().shards[shard].algorithm == Algorithm::kProbe) return std::nullopt;
+  for (std::size_t client = 0; client < config_.numClients; ++client) {
+    if (lostClients_.hasEnded(client)) continue;
+    const GroupControl& control = group.control();
+    const std::uint32_t step = control.contribution(shard, client).step.load(std::memory_order_acquire);
+    if (step == control.done(client, shard).load(std::memory_order_acquire) + 1) return client;
+  }
+  return std::nullopt;
+}
+
+/// Contributes nothing for each absent client that has not contributed to the step of `contributor`.
+void Proxy::standIn(TensorGroup& group, std::uint32_t shard, std::size_t contributor) {
+  const Contribution& given = group.control().contribution(shard, contributor);
+  const std::uint32_t step = given.step.load(std::memory_order_acquire);
+  for (const std::size_t client : lostClients_.absent()) {
+    // Another device may stand in, too, or has taken the contribution.
+    if (!group.control().claim(shard, client, step)) continue;
+    Descriptor absence;
+    absence.group = group.plan().id;
+    absence.shard = shard;
+    absence.step = step;
+    absence.numElements = group.plan().shards[shard].isDynamic ? given.numElements : kStandIn;
+    absence.flags = static_cast<std::uint8_t>((given.flags & ~kPresent) | kJoined);
+    absence.dtype = given.dtype;
+    absence.op = given.op;
+    record(group, client, absence);
+  }
 }
 
 // ---- reduction ----

@@ -137,22 +137,23 @@ void reduceRows(TensorGroup& group, std::uint32_t shardIndex, GradientMeasure* m
   const RowContributions all(group, shardIndex, false);
   if (all.numLists == 0) return;
   const RowTable& table = all.table;
-  const std::size_t numClients = group.plan().numClients;
   const RowRange range = rangeOf(group, shardIndex);
   std::array<RowList, kMostClients> results;
-  for (std::size_t client = 0; client < numClients; ++client)
-    results[client] = group.rows(client, table).mean();
+  std::size_t numResults = 0;
+  for (std::size_t client = 0; client < group.plan().numClients; ++client) {
+    if (!group.isLost(client)) results[numResults++] = group.rows(client, table).mean();
+  }
   // Other threads reduce other shards of the table at the same time.
   std::uint64_t place = countRows(all, {0, range.begin});
   const std::uint32_t divisor = group.divisor(shardIndex);
   std::array<void*, kMostClients> outputs;
   RowMerge merge(all, range);
   for (; merge.next() && place < table.numRows; ++place) {
-    for (std::size_t client = 0; client < numClients; ++client) {
-      results[client].numbers[place] = merge.row();
-      outputs[client] = results[client].values + place * table.rowBytes;
+    for (std::size_t i = 0; i < numResults; ++i) {
+      results[i].numbers[place] = merge.row();
+      outputs[i] = results[i].values + place * table.rowBytes;
     }
-    reduce(shard.dtype, shard.op, merge.values(), merge.numValues(), outputs.data(), numClients,
+    reduce(shard.dtype, shard.op, merge.values(), merge.numValues(), outputs.data(), numResults,
            table.rowElements, divisor);
     if (measure == nullptr) continue;
     const double squares = sumOfSquares(shard.dtype, outputs[0], table.rowElements);
@@ -161,8 +162,7 @@ void reduceRows(TensorGroup& group, std::uint32_t shardIndex, GradientMeasure* m
       measure->nonFiniteOf = firstNonFinite(merge, shard.dtype, table.rowElements);
   }
   if (range.end < table.numRows) return;
-  for (std::size_t client = 0; client < numClients; ++client)
-    results[client].count->store(place, std::memory_order_relaxed);
+  for (std::size_t i = 0; i < numResults; ++i) results[i].count->store(place, std::memory_order_relaxed);
 }
 
 void updateRows(TensorGroup& group, std::uint32_t shardIndex, const UpdateSettings& settings) noexcept {

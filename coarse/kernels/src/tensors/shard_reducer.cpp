@@ -43,15 +43,15 @@ GradientMeasure measureOf(const ShardShape& shape, const void* mean) noexcept {
 }  // namespace
 
 Contributions::Contributions(const TensorGroup& group, std::uint32_t shardIndex,
-                             std::uint32_t firstElement) noexcept
-    : numSlots(group.plan().numClients) {
+                             std::uint32_t firstElement) noexcept {
   const Shard& shard = group.plan().shards[shardIndex];
   const std::size_t offset = firstElement == 0 ? 0 : firstElement * itemBytes(group.shape(shardIndex).dtype);
-  for (std::size_t client = 0; client < numSlots; ++client) {
-    slots[client] = group.slot(client, shard) + offset;
+  for (std::size_t client = 0; client < group.plan().numClients; ++client) {
+    void* const slot = group.slot(client, shard) + offset;
+    if (!group.isLost(client)) slots[numSlots++] = slot;
     if (!group.isPresent(shardIndex, client)) continue;
     clients[numInputs] = client;
-    inputs[numInputs++] = slots[client];
+    inputs[numInputs++] = slot;
   }
 }
 

@@ -125,7 +125,7 @@ std::size_t GroupPlan::keptBytes() const {
 TensorGroup::TensorGroup(GroupPlan plan, int controlFd, const std::vector<Region>& slots,
                          const OptimizerFds& optimizerFds, const std::vector<int>& rowsFds,
                          std::shared_ptr<const TensorMemory> memory)
-    : plan_(std::move(plan)), memory_(std::move(memory)), isLost_(plan_.numClients, false) {
+    : plan_(std::move(plan)), memory_(std::move(memory)), isLost_(plan_.numClients) {
   plan_.validate();
   if (slots.size() != plan_.numClients)
     throw std::invalid_argument("a tensor group needs the slots of every client");
@@ -197,8 +197,10 @@ std::size_t TensorGroup::partBytes(std::uint32_t shardIndex) const noexcept {
 }
 
 void TensorGroup::forget(const std::vector<std::size_t>& lostClients) {
-  for (const std::size_t client : lostClients) isLost_[client] = true;
-  while (firstClient_ < plan_.numClients && isLost_[firstClient_]) ++firstClient_;
+  for (const std::size_t client : lostClients) isLost_[client].store(true, std::memory_order_release);
+  std::size_t first = firstClient();
+  while (first < plan_.numClients && isLost(first)) ++first;
+  firstClient_.store(first, std::memory_order_release);
 }
 
 void TensorGroup::moveToReplica() {

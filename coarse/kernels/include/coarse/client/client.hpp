@@ -33,6 +33,8 @@ enum class WaitStatus : std::uint8_t {
   kDeviceLost = 3,    // a control socket was closed by its memory device
   kForked = 4,        // called in a child of the process that made the client
   kDeviceSilent = 5,  // a memory device is alive, but has made no progress for the heartbeat limit
+  kNoContribution =
+      6,  // no client has contributed to some piece of a buffer: the one that was to do so is lost
 };
 
 /// A registered tensor: a range of shards.
@@ -147,6 +149,9 @@ class Client {
   /// The clients that have contributed to a later step of `tensor` than this client.
   std::vector<std::size_t> clientsAhead(std::uint32_t group, std::uint32_t tensor) const;
   std::vector<std::uint32_t> allContributors(std::uint32_t group) const;
+  /// The clients that were lost before they contributed to the first tensor, which was pulled and is not
+  /// dynamic: a memory device stood in for them. All clients get the same answer for the same step.
+  std::vector<std::size_t> standIns(std::uint32_t group) const;
   /// For each tensor whose last result was measured and pulled: the sum of its shards' squares in shard
   /// order, and the first shard's client that had NaN or Inf.
   std::vector<GradientMeasure> measures(std::uint32_t group) const;
@@ -155,6 +160,8 @@ class Client {
 
   /// Reduces an unregistered buffer through the dynamic shards of `group`, in a pipeline of copies in,
   /// reductions and copies out.
+  /// @returns also kNoContribution, for a buffer of which nobody has contributed some piece; the others are
+  /// there.
   WaitStatus allReduce(std::uint32_t group, void* buffer, std::size_t numElements, DType dtype, ReduceOp op,
                        bool isPresent, double timeoutSeconds);
 
@@ -222,12 +229,12 @@ class Client {
     std::size_t numShards = 0;  // an even number
     std::size_t perShard = 0;   // elements
     std::size_t perHalf = 0;
+    bool isIncomplete = false;  // whether nobody has contributed to some piece
   };
 
   void checkRoutes(const GroupPlan& plan, const std::vector<std::uint16_t>& routes) const;
   WaitStatus contribute(Group& group, const BufferPieces& pieces, std::size_t begin);
-  WaitStatus collect(const Group& group, const BufferPieces& pieces, std::size_t begin,
-                     double timeoutSeconds);
+  WaitStatus collect(const Group& group, BufferPieces& pieces, std::size_t begin, double timeoutSeconds);
   Group& find(std::uint32_t group);
   const Group& find(std::uint32_t group) const;
   static ClientTensor& tensorOf(Group& group, std::uint32_t tensor);

@@ -41,7 +41,7 @@ struct IntakeConfig {
 /// contributions have arrived over the link. It checks nothing; `accept` does that.
 ///
 /// Thread safety: addClient() and evict() before any core runs or from drain()'s thread, inbox() from any
-/// thread; drain() from one thread at a time.
+/// thread; both drain() from one thread at a time.
 class DescriptorIntake {
  public:
   /// Called for each descriptor. @returns whether it was recorded as a contribution.
@@ -59,6 +59,8 @@ class DescriptorIntake {
 
   /// Passes on the next descriptors of each client. @returns whether there were any.
   bool drain();
+  /// Passes on all that a client has sent which sends nothing more.
+  void drain(std::size_t client);
   /// Accepts only updates by means from now on. These are complete: all workers have the means, and push the
   /// rest of a step that some have begun. Any thread may call it.
   void close() noexcept { isClosed_.store(true, std::memory_order_relaxed); }

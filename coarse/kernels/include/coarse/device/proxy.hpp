@@ -16,6 +16,7 @@
 #include "coarse/device/device_rings.hpp"
 #include "coarse/device/emulated_direct_allreduce.hpp"
 #include "coarse/device/group_table.hpp"
+#include "coarse/device/lost_clients.hpp"
 #include "coarse/device/prober.hpp"
 #include "coarse/device/sync_cores.hpp"
 #include "coarse/emulation/device_links.hpp"
@@ -122,6 +123,14 @@ class Proxy {
   void abort(const std::vector<std::size_t>& clients) noexcept;
   /// `client` will push no more. Pushes of others that can therefore never complete are reported as events.
   void clientLeft(std::size_t client);
+  /// The process of `client` has ended, and the others go on: docs/design/membership.md. takeDrained()
+  /// returns the client when this device has taken the last of its contributions.
+  void clientEnded(std::size_t client);
+  /// All memory devices have taken the last contributions of `client`, which takeDrained() has returned. From
+  /// now on its contribution to every shard to which a client that lives contributes here is absent.
+  void standInFor(std::size_t client);
+  /// Clients since the last call, as for clientEnded().
+  std::vector<std::size_t> takeDrained();
   /// The highest step of any shard to which `client` has contributed, at any device.
   std::uint32_t lastStep(std::size_t client) const noexcept;
   /// Errors since the last call.
@@ -162,6 +171,9 @@ class Proxy {
   bool accept(std::size_t client, const Descriptor& descriptor);
   void evict(std::size_t client, const std::string& reason);
   void record(TensorGroup& group, std::size_t client, const Descriptor& descriptor);
+  bool serveLostClients();
+  void standIn(TensorGroup& group, std::uint32_t shard, std::size_t contributor);
+  std::optional<std::size_t> waitingClient(const TensorGroup& group, std::uint32_t shard) const noexcept;
   void complete(TensorGroup& group, const RingEntry& entry);
   // Begin a SyncMethod.
   void passToOwner(TensorGroup& group, const RingEntry& entry);
@@ -229,8 +241,10 @@ class Proxy {
 
   std::atomic<int> numLeft_{0};  // clients of this node
   std::atomic<bool> hasLeftElsewhere_{false};
-  std::mutex eventsMutex_;  // guards events_, nodeEvents_
+  LostClients lostClients_;
+  std::mutex eventsMutex_;  // guards the next three
   std::vector<ProxyEvent> events_;
+  std::vector<std::size_t> drained_;
   std::vector<NodeEvent> nodeEvents_;
   int eventFd_;
   std::atomic<std::uint64_t> numShards_{0};

@@ -137,6 +137,10 @@ class ClientSegment {
   std::byte* base_ = nullptr;
 };
 
+/// Contribution::numElements of a contribution that a memory device has made for a lost client, unless the
+/// shard is dynamic.
+inline constexpr std::uint32_t kStandIn = 0xffffffff;
+
 /// One client's contribution to one shard, recorded by the memory devices.
 struct Contribution {
   std::atomic<std::uint32_t> step;  // stored last: the other fields belong to this step

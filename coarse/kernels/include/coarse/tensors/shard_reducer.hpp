@@ -16,7 +16,7 @@ namespace coarse {
 /// Maximum number of clients of one memory device.
 inline constexpr std::size_t kMostClients = 256;
 
-/// The present contributions to a shard, in the order of the clients, and the slots of all.
+/// The present contributions to a shard, in the order of the clients, and the slots of all that are not lost.
 /// @pre all contributions have arrived and agree.
 struct Contributions {
   /// @param firstElement the element at which the arrays begin.
@@ -42,8 +42,8 @@ struct UpdateInputs {
   std::uint32_t divisor = 1;
 };
 
-/// Writes the reduction of the contributions to every client's slot; leaves slots unchanged without
-/// contributions.
+/// Writes the reduction of the contributions to the slot of every client that is not lost; leaves slots
+/// unchanged without contributions.
 /// @pre all contributions have arrived and agree.
 void reduceShard(TensorGroup& group, std::uint32_t shard) noexcept;
 

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -216,12 +217,13 @@ class TensorGroup {
   std::size_t partBytes(std::uint32_t shard) const noexcept;
   /// @pre plan().hasMaster(shard).
   float* master(const Shard& shard) const noexcept { return state(shard, plan_.numStates); }
-  /// Stops reading slots and settings of these clients, which were lost with a memory device. @pre no worker
-  /// and no sync core of any device uses the group any more.
+  /// Stops reading settings and writing results of these clients, which were lost. Contributions that they
+  /// have made still count. Other threads may use the group meanwhile, unless the clients' memory is lost,
+  /// too.
   void forget(const std::vector<std::size_t>& lostClients);
-  bool isLost(std::size_t client) const noexcept { return isLost_[client]; }
+  bool isLost(std::size_t client) const noexcept { return isLost_[client].load(std::memory_order_acquire); }
   /// The first client that is not lost; plan().numClients if all are.
-  std::size_t firstClient() const noexcept { return firstClient_; }
+  std::size_t firstClient() const noexcept { return firstClient_.load(std::memory_order_acquire); }
   /// Uses the replica's contents as the optimizer's parameters and states from now on. @pre as for forget();
   /// this device has a replica.
   void moveToReplica();
@@ -266,9 +268,9 @@ class TensorGroup {
   std::vector<Mapping> settings_;  // of each client
   TensorBytes parameters_;
   TensorBytes states_;
-  std::vector<KeptArrays> kept_;  // by tensor
-  std::vector<bool> isLost_;      // by client
-  std::size_t firstClient_ = 0;
+  std::vector<KeptArrays> kept_;           // by tensor
+  std::vector<std::atomic<bool>> isLost_;  // by client
+  std::atomic<std::size_t> firstClient_{0};
   std::shared_ptr<GroupSnapshots> snapshots_;
   std::unique_ptr<Replica> replica_;
   std::unique_ptr<UndoLog> undoLog_;

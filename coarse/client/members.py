@@ -1,0 +1,31 @@
+"""The workers of a session that go on, as every worker sees them after the same step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+
+
+class Members:
+    """All workers at first, then those that were not lost. One caller at a time.
+
+    Args:
+        ranks: Ranks of all workers.
+    """
+
+    def __init__(self, ranks: Iterable[int]) -> None:
+        self.ranks = tuple(sorted(ranks))
+        """Ranks of the members."""
+        self._callbacks: list[Callable[[tuple[int, ...]], object]] = []
+
+    def on_change(self, callback: Callable[[tuple[int, ...]], object]) -> None:
+        """Calls back with the members whenever they change."""
+        self._callbacks.append(callback)
+
+    def remove(self, lost: Collection[int]) -> None:
+        """Notes that workers have not contributed to a step; they never come back."""
+        left = tuple(rank for rank in self.ranks if rank not in lost)
+        if left == self.ranks:
+            return
+        self.ranks = left
+        for callback in self._callbacks:
+            callback(left)

@@ -1,0 +1,382 @@
+/// Lost clients: memory devices stand in for them, so that the others go on (docs/design/membership.md).
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstring>
+#include <iterator>
+#include <numeric>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "contributions.hpp"
+#include "fixture.hpp"
+
+namespace coarse::test::membership_test {
+namespace {
+
+constexpr std::uint32_t kGroup = 1;
+
+using Clients = std::vector<std::size_t>;
+
+/// Memory devices that stand in for clients when the test says that these have ended.
+class Job {
+ public:
+  Job(const ClusterShape& shape, GroupPlan groupPlan) : plan(std::move(groupPlan)), cluster(shape) {
+    cluster.addGroup(plan);
+  }
+  void push(std::size_t client, std::uint32_t tensor, std::uint32_t step, std::uint8_t flags = kPresent) {
+    const TensorShape shape = shapeOf(tensor);
+    const Bytes given = contribution(shape.dtype, shape.numElements, client, step);
+    ASSERT_EQ(cluster.client(client).push(kGroup, tensor, flags, given.data()), WaitStatus::kDone);
+    cluster.client(client).flush();
+  }
+  void pull(std::size_t client, std::uint32_t tensor) {
+    ASSERT_EQ(cluster.client(client).pull(kGroup, tensor, nullptr, kPatienceSeconds), WaitStatus::kDone);
+  }
+  /// The result in a client's slot; those of `clients` give it with this divisor.
+  void expectResult(std::size_t client, std::uint32_t tensor, std::uint32_t step, const Clients& clients) {
+    EXPECT_TRUE(isResult(client, tensor, step, clients)) << "tensor " << tensor << " of client " << client;
+    EXPECT_EQ(cluster.client(client).contributors(kGroup, tensor), clients.size());
+  }
+  bool isResult(std::size_t client, std::uint32_t tensor, std::uint32_t step, const Clients& clients) {
+    const TensorShape shape = shapeOf(tensor);
+    const Bytes expected = result(shape.dtype, shape.op, shape.numElements, clients, step,
+                                  static_cast<std::uint32_t>(clients.size()));
+    const std::byte* slot = cluster.slots(plan, client) + shape.offset;
+    return std::memcmp(slot, expected.data(), expected.size()) == 0;
+  }
+  /// The devices' control threads learn that the process of a client has ended.
+  void end(std::size_t client) {
+    for (std::size_t device = 0; device < numDevices(); ++device) cluster.proxy(device).clientEnded(client);
+  }
+  void awaitDrained(std::size_t client) {
+    for (std::size_t device = 0; device < numDevices(); ++device) {
+      Clients drained;
+      ASSERT_TRUE(eventually([&] {
+        const Clients more = cluster.proxy(device).takeDrained();
+        drained.insert(drained.end(), more.begin(), more.end());
+        return !drained.empty();
+      }));
+      ASSERT_EQ(drained, Clients{client});
+    }
+  }
+  void standIn(std::size_t client) {
+    for (std::size_t device = 0; device < numDevices(); ++device) cluster.proxy(device).standInFor(client);
+  }
+  void lose(std::size_t client) {
+    end(client);
+    awaitDrained(client);
+    standIn(client);
+  }
+  void expectNoEvents() {
+    for (std::size_t device = 0; device < numDevices(); ++device) {
+      for (const ProxyEvent& event : cluster.proxy(device).takeEvents())
+        ADD_FAILURE() << "device " << device << " reports of client " << event.client << ": "
+                      << event.message;
+    }
+  }
+
+  GroupPlan plan;
+  Cluster cluster;
+
+ private:
+  struct TensorShape {
+    std::uint32_t numElements = 0;
+    DType dtype = DType::kFloat32;
+    ReduceOp op = ReduceOp::kSum;
+    std::uint64_t offset = 0;
+  };
+  TensorShape shapeOf(std::uint32_t tensor) const {
+    TensorShape shape;
+    for (const Shard& shard : plan.shards) {
+      if (shard.tensor != tensor) continue;
+      if (shape.numElements == 0) shape = {0, shard.dtype, shard.op, shard.offset};
+      shape.numElements += shard.numElements;
+    }
+    return shape;
+  }
+  std::size_t numDevices() const { return cluster.shape().numDevices; }
+};
+
+/// A large and a small tensor.
+GroupPlan twoTensors(std::size_t numClients, ReduceOp op = ReduceOp::kMean) {
+  return makePlan(
+      kGroup, numClients,
+      {{40'000, DType::kFloat32, op, Algorithm::kDirect}, {33, DType::kFloat32, op, Algorithm::kGather}},
+      16'384);
+}
+
+class LostClient : public testing::TestWithParam<ClusterShape> {};
+
+TEST_P(LostClient, IsAbsentFromStepsToWhichItHasNotContributed) {
+  const std::size_t numClients = GetParam().numClients;
+  for (const bool isEarly : {true, false}) {
+    for (std::size_t lost = 0; lost < numClients; ++lost) {
+      Job job(GetParam(), twoTensors(numClients));
+      job.cluster.start();
+      Clients others;
+      for (std::size_t client = 0; client < numClients; ++client) {
+        if (client != lost) others.push_back(client);
+      }
+      if (isEarly) job.lose(lost);
+      for (std::uint32_t step = 1; step <= 3; ++step) {
+        for (const std::size_t client : others) {
+          for (const std::uint32_t tensor : {0, 1}) job.push(client, tensor, step);
+        }
+        if (!isEarly && step == 1) job.lose(lost);
+        for (const std::size_t client : others) {
+          for (const std::uint32_t tensor : {0, 1}) {
+            job.pull(client, tensor);
+            job.expectResult(client, tensor, step, others);
+          }
+          EXPECT_EQ(job.cluster.client(client).standIns(kGroup), Clients{lost});
+        }
+      }
+      job.expectNoEvents();
+    }
+  }
+}
+
+TEST_P(LostClient, CountsWhereItHasContributed) {
+  const std::size_t numClients = GetParam().numClients;
+  Job job(GetParam(), twoTensors(numClients));
+  Clients all(numClients);
+  std::iota(all.begin(), all.end(), 0);
+  const Clients others(all.begin() + 1, all.end());
+  job.push(0, 1, 1);  // no device takes it before it starts, and then the client has ended
+  job.end(0);
+  job.cluster.start();
+  job.awaitDrained(0);
+  job.standIn(0);
+  for (const std::size_t client : others) {
+    for (const std::uint32_t tensor : {0, 1}) job.push(client, tensor, 1);
+  }
+  for (const std::size_t client : others) {
+    for (const std::uint32_t tensor : {0, 1}) job.pull(client, tensor);
+    job.expectResult(client, 0, 1, others);
+    job.expectResult(client, 1, 1, all);
+    EXPECT_EQ(job.cluster.client(client).standIns(kGroup), Clients{0});
+  }
+  job.expectNoEvents();
+}
+
+TEST_P(LostClient, IsWaitedForUntilAllDevicesHaveTakenItsContributions) {
+  Job job(GetParam(), twoTensors(GetParam().numClients));
+  job.cluster.start();
+  for (std::size_t client = 1; client < GetParam().numClients; ++client) job.push(client, 1, 1);
+  job.end(0);
+  job.awaitDrained(0);
+  EXPECT_EQ(job.cluster.client(1).pull(kGroup, 1, nullptr, kMomentSeconds), WaitStatus::kTimedOut);
+  job.standIn(0);
+  job.pull(1, 1);
+}
+
+TEST_P(LostClient, IsStoodInForInGroupsThatAreAddedLater) {
+  const std::size_t numClients = GetParam().numClients;
+  Job job(GetParam(), twoTensors(numClients));
+  job.cluster.start();
+  job.lose(0);
+  GroupPlan later = makeDynamicPlan(kGroup + 1, numClients, 4, 4096, Algorithm::kDirect);
+  job.cluster.addGroup(later);
+  together(numClients - 1, [&](std::size_t i) {
+    std::vector<float> values(10'000, static_cast<float>(1 << (i + 1)));
+    EXPECT_EQ(job.cluster.client(i + 1).allReduce(later.id, values.data(), values.size(), DType::kFloat32,
+                                                  ReduceOp::kSum, true, kPatienceSeconds),
+              WaitStatus::kDone);
+    const auto sum = static_cast<float>((1 << numClients) - 2);
+    EXPECT_EQ(std::count(values.begin(), values.end(), sum), 10'000);
+  });
+  job.expectNoEvents();
+}
+
+TEST_P(LostClient, LeavesABufferIncompleteThatOnlyItHad) {
+  const std::size_t numClients = GetParam().numClients;
+  const GroupPlan buffers = makeDynamicPlan(kGroup, numClients, 4, 4096, Algorithm::kDirect);
+  Job job(GetParam(), buffers);
+  job.cluster.start();
+  job.lose(0);
+  together(numClients - 1, [&](std::size_t i) {
+    std::vector<float> values(10'000, 3.F);
+    const auto reduce = [&](bool isPresent) {
+      return job.cluster.client(i + 1).allReduce(kGroup, values.data(), values.size(), DType::kFloat32,
+                                                 ReduceOp::kSum, isPresent, kPatienceSeconds);
+    };
+    EXPECT_EQ(reduce(false), WaitStatus::kNoContribution);
+    EXPECT_EQ(std::count(values.begin(), values.end(), 3.F), 10'000) << "nothing was written";
+    EXPECT_EQ(reduce(i == 0), WaitStatus::kDone) << "all are at the same step";
+    EXPECT_EQ(std::count(values.begin(), values.end(), 3.F), 10'000);
+  });
+}
+
+TEST_P(LostClient, IsNoReasonToReportOneThatLeaves) {
+  Job job(GetParam(), twoTensors(GetParam().numClients));
+  job.cluster.start();
+  for (std::size_t client = 0; client < GetParam().numClients; ++client) job.push(client, 0, 1);
+  for (std::size_t client = 0; client < GetParam().numClients; ++client) job.pull(client, 0);
+  job.push(0, 0, 2);  // a step that no other client takes
+  job.lose(0);
+  for (std::size_t device = 0; device < GetParam().numDevices; ++device)
+    job.cluster.proxy(device).clientLeft(1);
+  job.expectNoEvents();
+  // With one that lives it is a reason.
+  job.push(GetParam().numClients - 1, 1, 1);
+  std::size_t numEvents = 0;
+  EXPECT_TRUE(eventually([&] {
+    for (std::size_t device = 0; device < GetParam().numDevices; ++device)
+      numEvents += job.cluster.proxy(device).takeEvents().size();
+    return numEvents > 0;
+  }));
+}
+
+// Devices stand in at the same time, while contributions arrive at all of them.
+TEST_P(LostClient, LeavesTheOthersWithEqualResultsWhenItEndsAtAnyTime) {
+  constexpr std::uint32_t kSteps = 40;
+  const std::size_t numClients = GetParam().numClients;
+  std::mt19937 random(7);
+  for (int round = 0; round < 6; ++round) {
+    Job job(GetParam(), twoTensors(numClients, round % 2 == 0 ? ReduceOp::kMean : ReduceOp::kSum));
+    job.cluster.start();
+    const std::size_t lost = random() % numClients;
+    const std::uint32_t numPushed =
+        random() % (2 * kSteps - 4);                    // by the lost one, of the tensors of all steps
+    std::vector<std::vector<bool>> isWith(numClients);  // whether a result is with the lost one
+    const auto train = [&](std::size_t client, std::uint32_t numPushes) {
+      for (std::uint32_t step = 1, pushed = 0; step <= kSteps; ++step) {
+        for (const std::uint32_t tensor : {0, 1}) {
+          if (pushed++ == numPushes) return;
+          job.push(client, tensor, step);
+        }
+        for (const std::uint32_t tensor : {0, 1}) job.pull(client, tensor);
+        Clients all(numClients), others;
+        std::iota(all.begin(), all.end(), 0);
+        std::copy_if(all.begin(), all.end(), std::back_inserter(others), [&](auto c) { return c != lost; });
+        for (const std::uint32_t tensor : {0, 1}) {
+          const bool isAll = job.isResult(client, tensor, step, all);
+          EXPECT_TRUE(isAll || job.isResult(client, tensor, step, others)) << "half a contribution";
+          isWith[client].push_back(isAll);
+        }
+      }
+    };
+    std::thread ending([&] {
+      train(lost, numPushed);
+      job.lose(lost);
+    });
+    together(numClients, [&](std::size_t client) {
+      if (client != lost) train(client, 2 * kSteps);
+    });
+    ending.join();
+    for (std::size_t client = 0; client < numClients; ++client) {
+      if (client == lost) continue;
+      ASSERT_EQ(isWith[client].size(), 2 * kSteps);
+      for (std::uint32_t i = 0; i < 2 * kSteps; ++i) EXPECT_EQ(isWith[client][i], i < numPushed) << i;
+    }
+    job.expectNoEvents();
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Clusters, LostClient,
+                         testing::Values(ClusterShape{2, 1, 1}, ClusterShape{3, 2, 1}, ClusterShape{3, 2, 2},
+                                         ClusterShape{5, 3, 2}),
+                         nameOf);
+
+TEST(LostClients, MayBeSeveralAtOnce) {
+  Job job({4, 2, 2}, twoTensors(4));
+  job.cluster.start();
+  for (const std::size_t client : {0, 2}) {
+    for (const std::uint32_t tensor : {0, 1}) job.push(client, tensor, 1);
+  }
+  job.push(3, 1, 1);
+  job.lose(1);
+  job.lose(3);
+  for (std::uint32_t step = 1; step <= 2; ++step) {
+    for (const std::size_t client : {0, 2}) {
+      for (const std::uint32_t tensor : {0, 1}) {
+        if (step > 1) job.push(client, tensor, step);
+      }
+    }
+    for (const std::size_t client : {0, 2}) {
+      for (const std::uint32_t tensor : {0, 1}) job.pull(client, tensor);
+      job.expectResult(client, 0, step, {0, 2});
+      job.expectResult(client, 1, step, step == 1 ? Clients{0, 2, 3} : Clients{0, 2});
+    }
+  }
+  job.expectNoEvents();
+}
+
+/// Parameters of 8, gradients of 2 and 4 of clients 1 and 2; client 0 gets lost, whose settings are of no
+/// step.
+class LostBeforeUpdate : public testing::Test {
+ protected:
+  LostBeforeUpdate() : job_({3, 2, 1}, plan()) {
+    job_.cluster.start();
+    std::fill_n(parameters(), kElements, 8.F);
+    for (const std::size_t client : {1, 2}) {
+      UpdateSettings settings;
+      settings.rule = UpdateRule::kSgd;
+      settings.stepSize = 1;
+      settings.updateNumber = 1;
+      job_.cluster.settings(job_.plan, client)[0] = settings;
+    }
+  }
+  static constexpr std::size_t kElements = 40'000;
+  static GroupPlan plan() {
+    GroupPlan plan =
+        makePlan(kGroup, 3, {{kElements, DType::kFloat32, ReduceOp::kMean, Algorithm::kDirect}}, 16'384);
+    plan.hasOptimizer = true;
+    return plan;
+  }
+  float* parameters() { return reinterpret_cast<float*>(job_.cluster.parameters(job_.plan)); }
+  void fill(std::size_t client, float value) {
+    std::fill_n(reinterpret_cast<float*>(job_.cluster.slots(job_.plan, client)), kElements, value);
+  }
+  void push(std::size_t client, std::uint8_t flags) {
+    ASSERT_EQ(job_.cluster.client(client).push(kGroup, 0, flags, nullptr), WaitStatus::kDone);
+    job_.cluster.client(client).flush();
+  }
+  void pushAndPull(std::uint8_t flags) {
+    for (const std::size_t client : {1, 2}) push(client, flags);
+    for (const std::size_t client : {1, 2}) job_.pull(client, 0);
+  }
+  void expectParameters(float value) {
+    EXPECT_EQ(std::count(parameters(), parameters() + kElements, value), std::ptrdiff_t{kElements});
+    job_.expectNoEvents();
+  }
+
+  Job job_;
+};
+
+TEST_F(LostBeforeUpdate, AParameterMovesByTheMeanOfTheOthers) {
+  job_.lose(0);
+  fill(1, 2);
+  fill(2, 4);
+  pushAndPull(kPresent | kUpdate);
+  expectParameters(5);
+}
+
+TEST_F(LostBeforeUpdate, AMeanIsTakenFromASlotOfOneThatHasPushed) {
+  fill(0, 9);
+  fill(1, 2);
+  fill(2, 4);
+  for (const std::size_t client : {0, 1, 2}) push(client, kPresent);
+  for (const std::size_t client : {0, 1, 2}) job_.pull(client, 0);
+  fill(0, 100);  // it dies while it writes
+  job_.lose(0);
+  pushAndPull(kPresent | kUpdate | kReduced);
+  expectParameters(3);
+}
+
+TEST_F(LostBeforeUpdate, AMeasureIsOfTheMeanOfTheOthers) {
+  job_.lose(0);
+  fill(1, 2);
+  fill(2, 4);
+  pushAndPull(kPresent | kMeasure);
+  double squares = 0;
+  for (const GradientMeasure& measure : job_.cluster.client(1).measures(kGroup))
+    squares += measure.sumOfSquares;
+  EXPECT_EQ(squares, 9.0 * kElements);
+  expectParameters(8);
+}
+
+}  // namespace
+}  // namespace coarse::test::membership_test
