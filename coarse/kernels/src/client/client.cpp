@@ -418,9 +418,13 @@ std::vector<std::size_t> Client::clientsAhead(std::uint32_t groupId, std::uint32
 
 std::vector<std::size_t> Client::standIns(std::uint32_t groupId) const {
   const Group& group = find(groupId);
+  const std::uint32_t step = group.tensors[group.plan.shards[0].tensor].step;
   std::vector<std::size_t> clients;
   for (std::size_t client = 0; client < group.plan.numClients; ++client) {
-    if (group.control.contribution(0, client).numElements == kStandIn) clients.push_back(client);
+    // Another client may have pushed the next step, from which memory devices may stand in, too.
+    const std::uint32_t first =
+        __atomic_load_n(&group.control.contribution(0, client).numElements, __ATOMIC_RELAXED);
+    if (first != 0 && first <= step) clients.push_back(client);
   }
   return clients;
 }

@@ -495,7 +495,8 @@ void Proxy::evict(std::size_t client, const std::string& reason) {
 
 void Proxy::record(TensorGroup& group, std::size_t client, const Descriptor& descriptor) {
   Contribution& contribution = group.control().contribution(descriptor.shard, client);
-  contribution.numElements = descriptor.numElements;
+  // relaxed, because Client::standIns() may read it meanwhile.
+  __atomic_store_n(&contribution.numElements, descriptor.numElements, __ATOMIC_RELAXED);
   contribution.flags = descriptor.flags;
   contribution.dtype = descriptor.dtype;
   contribution.op = descriptor.op;
@@ -557,7 +558,11 @@ void Proxy::standIn(TensorGroup& group, std::uint32_t shard, std::size_t contrib
     absence.group = group.plan().id;
     absence.shard = shard;
     absence.step = step;
-    absence.numElements = group.plan().shards[shard].isDynamic ? given.numElements : kStandIn;
+    // Contribution::numElements: the last step's stand-in, if there was one, has the first one's step.
+    const std::uint32_t first = group.control().contribution(shard, client).numElements;
+    absence.numElements = group.plan().shards[shard].isDynamic ? given.numElements
+                          : first == 0                         ? step
+                                                               : first;
     absence.flags = static_cast<std::uint8_t>((given.flags & ~kPresent) | kJoined);
     absence.dtype = given.dtype;
     absence.op = given.op;

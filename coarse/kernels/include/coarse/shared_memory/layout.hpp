@@ -137,13 +137,11 @@ class ClientSegment {
   std::byte* base_ = nullptr;
 };
 
-/// Contribution::numElements of a contribution that a memory device has made for a lost client, unless the
-/// shard is dynamic.
-inline constexpr std::uint32_t kStandIn = 0xffffffff;
-
 /// One client's contribution to one shard, recorded by the memory devices.
 struct Contribution {
   std::atomic<std::uint32_t> step;  // stored last: the other fields belong to this step
+  // Of a dynamic shard. In others 0; or, once a memory device stands in for a lost client, the first step for
+  // which one did.
   std::uint32_t numElements;
   std::uint8_t flags;
   std::uint8_t dtype;
