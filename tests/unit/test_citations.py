@@ -107,13 +107,18 @@ def test_figures_have_topics_and_panels_have_figures():
     assert all(section.split("-")[0] in SECTIONS for section in SECTIONS)
 
 
-def git(*arguments):
+def git(*arguments, folder=ROOT):
     return subprocess.run(
-        ["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+        ["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=60, check=False
     )
 
 
-def test_commits_that_texts_and_results_name_exist():
+def is_in_history(commit, folder=ROOT):
+    """Whether each clone has it. One that no branch has is only where it was made, until it is collected there."""
+    return git("merge-base", "--is-ancestor", commit, "HEAD", folder=folder).returncode == 0
+
+
+def test_commits_that_texts_and_results_name_are_in_the_history():
     if not (ROOT / ".git").exists() or git("rev-parse", "--is-shallow-repository").stdout.strip() != "false":
         pytest.skip("needs the whole history of a git checkout")
     documents = [path for path in files() if path.suffix == ".md"]
@@ -122,8 +127,19 @@ def test_commits_that_texts_and_results_name_exist():
         named[json.loads(path.read_text())["commit"].removesuffix("-dirty")] = path
     assert named
     missing = {
-        commit: str(path.relative_to(ROOT))
-        for commit, path in named.items()
-        if git("cat-file", "-e", f"{commit}^{{commit}}").returncode != 0
+        commit: str(path.relative_to(ROOT)) for commit, path in named.items() if not is_in_history(commit)
     }
     assert not missing
+
+
+def test_a_commit_that_no_clone_has_is_found(tmp_path):
+    def commit(text):
+        person = ("-c", "user.name=nobody", "-c", "user.email=nobody@localhost")
+        git(*person, "commit", "--allow-empty", "--message", text, folder=tmp_path)
+        return git("rev-parse", "--short=7", "HEAD", folder=tmp_path).stdout.strip()
+
+    git("init", folder=tmp_path)
+    kept, dropped = commit("kept"), commit("dropped")
+    git("reset", "--hard", kept, folder=tmp_path)
+    assert git("cat-file", "-e", dropped, folder=tmp_path).returncode == 0
+    assert [is_in_history(each, tmp_path) for each in (kept, dropped, "0" * 7)] == [True, False, False]
