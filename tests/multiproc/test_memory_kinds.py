@@ -12,6 +12,7 @@ import signal
 
 import numpy as np
 import pytest
+from harness import job_of_test
 from test_recovery import crash, dies_at, finish, train, undisturbed  # noqa: F401
 from test_snapshots import contents_now, contents_of, open_group, settings_of, take_step
 
@@ -40,6 +41,13 @@ MEMORIES = [
     "dax:PATH/0,dax:PATH/1",
     pytest.param("host,dax:PATH/0", marks=pytest.mark.slow),
 ]
+
+
+@pytest.fixture
+def job(devices):
+    """Workers and memory devices, which have ended before `devices` looks whether its memory is free."""
+    with job_of_test() as started:
+        yield started
 
 
 @pytest.fixture
