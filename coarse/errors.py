@@ -19,6 +19,11 @@ def follow_up(text: object, culprit: str) -> str:
     return f"{str(text).rstrip('.')}. {FOLLOW_UP}{culprit}; see that error."
 
 
+def is_follow_up(error: BaseException) -> bool:
+    """Whether the message of an error says that another worker's has brought it about."""
+    return FOLLOW_UP in str(error)
+
+
 class CoarseError(Exception):
     """Base of all errors of this package."""
 

@@ -9,12 +9,21 @@ import os
 import re
 import select
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from coarse.env import WorkerIdentity
-from coarse.errors import CoarseError, RendezvousError, WorkerLostError, follow_up, told_error
+from coarse.errors import (
+    CoarseError,
+    MemoryDeviceLostError,
+    RendezvousError,
+    WorkerLostError,
+    follow_up,
+    is_follow_up,
+    told_error,
+)
 from coarse.liveness import LivenessProbe, Presence
 from coarse.store import Store
 
@@ -22,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 PROGRESS_INTERVAL_S = 5.0
 _LOOK_INTERVAL_S = 0.25  # a wait for one worker checks this often that the others live
+_HEARING_S = 1.0  # for the others to hear why this worker failed, before the store may end with it
+_HEARING_POLL_S = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,11 +137,13 @@ class NodeMap:
 
 
 _FAILED = "failed"
+_FAILURES = "failures"
+_HEARD = "heard"
 _STARTED = "started"
 
 
 class PeerWatch:
-    """Notices lost workers of this node during the start, before memory devices can, and failures on other nodes.
+    """Notices lost workers of this node during the start, before memory devices can, and failures of all workers.
 
     The first worker of a node also notices the end of another node's first worker. That means that the whole node is
     gone; otherwise its other workers would have reported the failure. A context manager. Use it from one thread at a
@@ -139,7 +152,7 @@ class PeerWatch:
     Args:
         identity: Rank and node of this worker.
         node: As in Settings.
-        store: Shared with workers of other nodes; None if there are none, or if follow() sets it later.
+        store: Through it workers tell each other why they failed; None if they do not, or follow() sets it later.
         reached_at: Address at which workers of other nodes can notice the end of this process; "" if not needed.
     """
 
@@ -150,6 +163,7 @@ class PeerWatch:
         self._host = host_identity(node)
         self._node = node
         self._store = store
+        self._has_heard = False
         self._presence: Presence | None = None
         if reached_at:
             with contextlib.suppress(OSError):  # link_nodes() reports it
@@ -181,47 +195,112 @@ class PeerWatch:
             self._gone.add(rank)
 
     def follow(self, store: Store) -> None:
-        """After this call, check() also notices that a worker of another node has given up the start."""
+        """After this call, workers tell each other through the store why they failed."""
         self._store = store
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
-        """Reports an error that leaves this block to the workers of other nodes, as the reason for giving up.
+        """Tells the other workers of an error that leaves this block.
 
         Raises:
-            CoarseError: The error of the first worker that gave up, because it caused the others.
+            Exception: As first_failure() returns it.
         """
         try:
             yield
         except Exception as error:
-            first = self._tell(error)
-            if str(first) != str(error):
+            first = self.first_failure(error)
+            if first is not error:
                 raise first from error
             raise
 
-    def _tell(self, error: Exception) -> Exception:
+    def first_failure(self, error: Exception) -> Exception:
+        """The error that ends the start here: that of the worker that failed first, for it has caused the others.
+
+        If that is this worker, the others are told, and have a moment to hear it: the store may end with it.
+        """
         if self._store is None:
             return error
-        with contextlib.suppress(Exception):  # the store may have ended with the lost worker
-            if (told := self._told()) is not None:
-                return told
-            kind = type(error) if isinstance(error, CoarseError) else RendezvousError
-            failure = {"rank": self._identity.rank, "error": kind.__name__, "text": str(error)}
-            self._store.set(_FAILED, json.dumps(failure).encode())
+        with contextlib.suppress(Exception):  # the store may have ended with a lost worker
+            if is_follow_up(error):
+                self._note_heard(self._store)
+            else:
+                return self._agree_on_first(self._store, error)
         return error
+
+    def _agree_on_first(self, store: Store, error: Exception) -> Exception:
+        reason = str(error).removeprefix(f"worker {self._identity.rank}: ")
+        first = self._look_for_failure(store, 0.0)
+        if first is None and isinstance(error, MemoryDeviceLostError) and not self._elsewhere:
+            return error  # every worker of the node notices it, and the leader knows most about it
+        if first is None and store.add(_FAILURES, 1) == 1:
+            self._tell(store, error, reason)
+            return error
+        first = first or self._look_for_failure(store, _HEARING_S)
+        return error if first is None or first["text"] == reason else self._error_of(first)
+
+    def _tell(self, store: Store, error: Exception, reason: str) -> None:
+        kind = type(error) if isinstance(error, CoarseError) else RendezvousError
+        failure = {"rank": self._identity.rank, "error": kind.__name__, "text": reason}
+        store.set(_FAILED, json.dumps(failure).encode())
+        deadline = time.monotonic() + _HEARING_S
+        while self._is_anyone_to_hear(store) and time.monotonic() < deadline:
+            time.sleep(_HEARING_POLL_S)
+
+    def _is_anyone_to_hear(self, store: Store) -> bool:
+        ended = self._ended()
+        return any(rank not in ended and _look(store, f"{_HEARD}/{rank}", 0.0) is None for rank in self._pids)
+
+    def _note_heard(self, store: Store) -> None:
+        if not self._has_heard:
+            self._has_heard = True
+            store.set(f"{_HEARD}/{self._identity.rank}", b"")
+
+    def _look_for_failure(self, store: Store, timeout_s: float) -> dict[str, Any] | None:
+        """What the first worker that failed has told, if one has."""
+        told = _look(store, _FAILED, timeout_s)
+        if told is None:
+            return None
+        self._note_heard(store)
+        failure: dict[str, Any] = json.loads(told)
+        return failure
+
+    def _error_of(self, failure: Mapping[str, Any]) -> CoarseError:
+        here = f"worker {self._identity.rank}: "
+        if (
+            failure["error"] == WorkerLostError.__name__
+        ):  # the lost one has failed, not the one that noticed it
+            return WorkerLostError(here + failure["text"])
+        culprit = f"worker {failure['rank']}"
+        text = f"{here}{culprit} failed at the start: {failure['text']}"
+        return told_error(failure["error"], follow_up(text, culprit))
 
     def check(self) -> None:
         """Checks all workers once.
 
         Raises:
-            WorkerLostError: If one has ended.
-            CoarseError: If a worker of another node has given up; gives its reason.
+            WorkerLostError: If one has ended without a word.
+            CoarseError: If one has failed; gives its reason.
         """
-        self._check_processes()
+        ended = self._ended()
+        if (told := self._told(is_store_sure=bool(self._elsewhere) and not ended)) is not None:
+            raise told
+        if ended:
+            raise self._loss(ended)
         if self._store is not None:
-            if (told := self._told()) is not None:
-                raise told
             self._check_nodes(self._store)
+
+    def _told(self, *, is_store_sure: bool) -> CoarseError | None:
+        """The first failure, as an error of this worker.
+
+        Args:
+            is_store_sure: Whether a store that fails is an error; otherwise it may have ended with a lost worker.
+        """
+        if self._store is None:
+            return None
+        with contextlib.nullcontext() if is_store_sure else contextlib.suppress(Exception):
+            failure = self._look_for_failure(self._store, 0.0)
+            return None if failure is None else self._error_of(failure)
+        return None
 
     def _check_nodes(self, store: Store) -> None:
         if min({self._identity.rank, *self._pidfds, *self._gone}) < self._identity.rank:
@@ -232,12 +311,10 @@ class PeerWatch:
         for rank in firsts.values():
             if not self._look_out_for(rank).sees_end():
                 continue
-            if (told := self._told()) is not None:
+            if (told := self._told(is_store_sure=True)) is not None:
                 raise told
-            try:
-                store.get(f"{_STARTED}/{rank}", 0.0)
-            except TimeoutError:
-                raise self._loss([rank]) from None
+            if _look(store, f"{_STARTED}/{rank}", 0.0) is None:
+                raise self._loss([rank])
             self._probes[rank].close()
 
     def _look_out_for(self, rank: int) -> LivenessProbe:
@@ -254,22 +331,13 @@ class PeerWatch:
             probe.problem = ""
         return probe
 
-    def _told(self) -> CoarseError | None:
-        assert self._store is not None
-        try:
-            failure = json.loads(self._store.get(_FAILED, 0.0))
-        except TimeoutError:
-            return None
-        text = f"worker {self._identity.rank}: worker {failure['rank']} gave up: {failure['text']}"
-        return told_error(failure["error"], follow_up(text, f"worker {failure['rank']}"))
-
-    def _check_processes(self) -> None:
+    def _ended(self) -> list[int]:
+        """The workers of this node that have ended."""
         poll = select.poll()
         for pidfd in self._pidfds.values():
             poll.register(pidfd, select.POLLIN)
         ended = {pidfd for pidfd, _ in poll.poll(0)}
-        if dead := self._gone | {rank for rank, pidfd in self._pidfds.items() if pidfd in ended}:
-            raise self._loss(sorted(dead))
+        return sorted(self._gone | {rank for rank, pidfd in self._pidfds.items() if pidfd in ended})
 
     def describe(self, rank: int) -> str:
         """A worker in words, with its pid if it has joined."""
@@ -331,6 +399,14 @@ class PeerWatch:
         )
 
 
+def _look(store: Store, key: str, timeout_s: float) -> bytes | None:
+    """The value of a key; None if nobody sets it in time."""
+    try:
+        return store.get(key, timeout_s)
+    except TimeoutError:
+        return None
+
+
 def gather_workers(
     identity: WorkerIdentity,
     store: Store,
@@ -385,10 +461,11 @@ class _RollCall:
         while missing := self._missing():
             now = time.monotonic()
             if now - started > timeout_s:
-                raise RendezvousError(
+                late = RendezvousError(
                     f"worker {self._identity.rank}: after {now - started:.1f} s {self}. Start the missing "
                     "ones, or find out why they ended."
                 )
+                raise self._watch.first_failure(late)
             if now >= next_report:
                 next_report = now + PROGRESS_INTERVAL_S
                 logger.warning("[w%s] %.0f s: %s", self._identity.rank, now - started, self)

@@ -162,15 +162,11 @@ class Session:
             return session
         has_other_nodes = identity.local_world_size < identity.world_size or bool(settings.node)
         reached_at = try_address_of_this_node(settings) if has_other_nodes else ""
-        with PeerWatch(
-            identity, settings.node, store=store if has_other_nodes else None, reached_at=reached_at
-        ) as watch:
+        with PeerWatch(identity, settings.node, store=store, reached_at=reached_at) as watch:
             addresses = gather_workers(
                 identity, store, timeout_s=settings.timeout_s, watch=watch, node=settings.node
             )
             nodes = NodeMap.of_addresses(addresses)
-            if nodes.num_nodes > 1:
-                watch.follow(store)
             with watch.telling():
                 check_nodes(settings, nodes.num_nodes)
                 check_emulated_nodes(settings, nodes)
@@ -189,14 +185,16 @@ class Session:
                     watch=watch,
                     keeping=Keeping(session=name, attempt=attempt) if settings.keep_devices else None,
                 )
-                client, node, found = _come_together(joining)
-                _record_timeline(settings, identity, attempt, node=node.node)
-        session = cls(identity, settings, client, node, attempt)
-        try:
-            session._plan_links(client, node, found)
-        except BaseException:
-            session.close()
-            raise
+                # First, so that a full disk ends the start of all workers, while they wait for this one.
+                _record_timeline(settings, identity, attempt, node=joining.node)
+            client, node, found = _come_together(joining)
+            session = cls(identity, settings, client, node, attempt)
+            try:
+                with watch.telling():
+                    session._plan_links(client, node, found)
+            except BaseException:
+                session.close()
+                raise
         return session
 
     def register(
@@ -641,10 +639,14 @@ def _seed(table: PartitionTable, local_devices: Sequence[int], note: str) -> tup
 
 
 def _come_together(joining: Joining) -> tuple[Client, NodeDevices, FoundProfile]:
-    node = provide_devices(joining)
+    with joining.watch.telling():
+        node = provide_devices(joining)
     try:
-        found = agree_on_profile(joining, node)
-        client = connect(joining, node)
+        with (
+            joining.watch.telling()
+        ):  # the reason, before the others notice that their memory devices are gone
+            found = agree_on_profile(joining, node)
+            client = connect(joining, node)
     except BaseException:
         if node.processes is not None:
             node.processes.kill()

@@ -22,6 +22,7 @@ from coarse.errors import (
     RendezvousError,
     WorkerLostError,
     follow_up,
+    is_follow_up,
 )
 from coarse.late_notice import LateNotice
 from coarse.machine.memory_name import MemoryName
@@ -135,7 +136,10 @@ def provide_devices(joining: Joining) -> NodeDevices:
         )
         directory, processes = _start_missing(joining, table, emulation)
     except (OSError, ValueError, CoarseError) as error:
-        store.set(_announcement_key(joining.node), json.dumps({"error": str(error)}).encode())
+        if not (
+            is_follow_up(error) or isinstance(error, WorkerLostError)
+        ):  # all workers hear of these themselves
+            store.set(_announcement_key(joining.node), json.dumps({"error": str(error)}).encode())
         if isinstance(error, ValueError | CoarseError):
             raise
         raise MemoryDeviceLostError(

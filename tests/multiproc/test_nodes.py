@@ -431,7 +431,7 @@ def test_settings_that_one_node_refuses_end_the_start_on_the_others(job, refused
 
     told, own = job.outcomes(2, worker)
     assert told.error == "RendezvousError"
-    assert told.message.startswith(f"worker 0: worker 1 gave up: {own.message}")
+    assert told.message.startswith(f"worker 0: worker 1 failed at the start: {own.message}")
     assert told.message.endswith("This follows from an error of worker 1; see that error.")
 
 

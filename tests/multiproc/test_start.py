@@ -214,6 +214,45 @@ def test_a_worker_that_dies_while_others_wait_for_the_devices_welcome_is_named(j
         assert outcome.ended_s - killed_s < PROMPT_S
 
 
+# ---- failures ----
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_all_workers_say_who_failed_first_and_why(job, tmp_path, world_size, culprit):
+    """A file stands where the folder of its timeline should be."""
+    (tmp_path / "file").touch()
+
+    def worker(me):
+        refused = {"timeline": str(tmp_path / "file" / "trace.json.gz")} if me.rank == culprit else {}
+        me.join(**refused)
+
+    outcomes = job.outcomes(world_size, worker)
+    own = outcomes.pop(culprit)
+    assert own.error == "NotADirectoryError"
+    for outcome in outcomes:
+        assert outcome.error == "RendezvousError", outcome
+        assert f": worker {culprit} failed at the start: {own.message}. This follows" in outcome.message
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_the_memory_devices_that_a_failure_ends_do_not_hide_it(job, monkeypatch, culprit):
+    """The first worker kills them, and they end by themselves when another leaves."""
+    read_token = join.read_token
+
+    def worker(me):
+        def fail(_):
+            raise PermissionError(13, "no token")
+
+        monkeypatch.setattr(join, "read_token", fail if me.rank == culprit else read_token)
+        me.join()
+
+    outcomes = job.outcomes(3, worker)
+    assert outcomes.pop(culprit).error == "PermissionError"
+    for outcome in outcomes:
+        assert f": worker {culprit} failed at the start: [Errno 13] no token" in outcome.message, outcome
+
+
 # ---- memory devices ----
 
 
