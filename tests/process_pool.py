@@ -17,6 +17,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import preloaded
+from preloaded import ForkedProcess
 from second_tries import name_exit
 
 START_TIMEOUT_S = 300.0  # includes time for compiling
@@ -43,6 +45,7 @@ class ProcessPool:
         arguments: Arguments of the script.
         environments: One for each process.
         is_peer: Whether the processes run only a peer's code. Its crashes at exit are not this project's faults.
+        has_torch: Whether they begin with PyTorch imported (preloaded.py).
     """
 
     def __init__(
@@ -53,12 +56,15 @@ class ProcessPool:
         environments: Sequence[Mapping[str, str]],
         *,
         is_peer: bool = False,
+        has_torch: bool = False,
     ) -> None:
         self._name = name
         self._is_peer = is_peer
-        self._command = [sys.executable, str(script), *arguments]
+        self._has_torch = has_torch
+        self._script = script
+        self._arguments = arguments
         self._environments = environments
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[subprocess.Popen[bytes] | ForkedProcess] = []
         self._connections: list[Connection] = []
         self._directory: tempfile.TemporaryDirectory[str] | None = None
 
@@ -109,19 +115,30 @@ class ProcessPool:
             paths = [*filter(None, [environment.get("PYTHONPATH")]), str(Path(__file__).parent)]
             of_rank = {"RANK": str(rank), "WORLD_SIZE": str(len(self._environments))}
             ours, theirs = Pipe()
-            with self._log(rank).open("wb") as log:
-                process = subprocess.Popen(
-                    [*self._command, f"{self._directory.name}/store", str(theirs.fileno())],
-                    env={**environment, **of_rank, "PYTHONPATH": os.pathsep.join(paths)},
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    pass_fds=[theirs.fileno()],
-                )
+            whole = {**environment, **of_rank, "PYTHONPATH": os.pathsep.join(paths)}
+            self._processes.append(self._start_process(rank, theirs.fileno(), whole))
             theirs.close()
-            self._processes.append(process)
             self._connections.append(ours)
         self._receive(START_TIMEOUT_S)
+
+    def _start_process(
+        self, rank: int, pipe: int, environment: Mapping[str, str]
+    ) -> subprocess.Popen[bytes] | ForkedProcess:
+        assert self._directory is not None
+        arguments = [*self._arguments, f"{self._directory.name}/store", str(pipe)]
+        with self._log(rank).open("wb") as log:
+            if self._has_torch:
+                return preloaded.start(
+                    self._script, arguments, environment, output=log.fileno(), pass_fds=[pipe]
+                )
+            return subprocess.Popen(
+                [sys.executable, str(self._script), *arguments],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                pass_fds=[pipe],
+            )
 
     def _receive(self, timeout_s: float, ranks: Sequence[int] | None = None) -> dict[int, tuple[str, Any]]:
         deadline = time.monotonic() + timeout_s

@@ -96,7 +96,8 @@ class WorkerPool(ProcessPool):
         if strategy == _SPREAD:
             environments[1]["CUDA_VISIBLE_DEVICES"] = "1"
         script = _HERE / "parity_worker.py"
-        super().__init__(strategy, script, [strategy], environments, is_peer=strategy.startswith("ddp"))
+        is_peer = strategy.startswith("ddp")
+        super().__init__(strategy, script, [strategy], environments, is_peer=is_peer, has_torch=True)
         self.kept_results: dict[str, list[Any]] = {}
 
     def submit(self, scenario: str) -> None:

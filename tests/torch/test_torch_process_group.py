@@ -7,15 +7,18 @@ agent does.
 from __future__ import annotations
 
 import os
+import re
 import select
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
+import preloaded
 import pytest
 import torch.distributed as dist
 
@@ -35,36 +38,61 @@ model(torch.full((3, 4), float(dist.get_rank()))).sum().backward()
 """
 
 
-@contextmanager
-def started(scripts: list[tuple[str, dict[str, str]]]) -> Iterator[list[subprocess.Popen[str]]]:
-    """Processes of the scripts with these variables; none is left afterwards."""
+def clean_environment() -> dict[str, str]:
+    """Of a process that no launcher has started."""
     environment = {k: v for k, v in os.environ.items() if k not in LAUNCHER_VARIABLES}
-    environment.update(
-        OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    )
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", script],
-            env={**environment, **variables},
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        for script, variables in scripts
-    ]
-    try:
-        yield processes
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    return {**environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+
+
+class Script:
+    """A process of a script, with what it prints.
+
+    Args:
+        folder: An empty folder for its files.
+        text: The script.
+        variables: Of its environment, beside those of this process.
+    """
+
+    def __init__(self, folder: Path, text: str, variables: dict[str, str]) -> None:
+        script, self._output, self._errors = (folder / name for name in ("script.py", "output", "errors"))
+        script.write_text(text)
+        with self._output.open("w") as output, self._errors.open("w") as errors:
+            self.process = preloaded.start(
+                script,
+                (),
+                {**clean_environment(), **variables},
+                output=output.fileno(),
+                errors=errors.fileno(),
+            )
+
+    def finish(self) -> tuple[int, str, str]:
+        """Waits for its end; returns exit status, output and errors."""
+        status = self.process.wait(TIMEOUT_S)
+        return status, self._output.read_text(), self._errors.read_text()
+
+
+@contextmanager
+def started(scripts: list[tuple[str, dict[str, str]]]) -> Iterator[list[Script]]:
+    """Processes of the scripts with these variables; none is left afterwards."""
+    with tempfile.TemporaryDirectory(prefix="coarse-test-") as folder:
+        processes = []
+        try:
+            for number, (text, variables) in enumerate(scripts):
+                own = Path(folder, str(number))
+                own.mkdir()
+                processes.append(Script(own, text, variables))
+            yield processes
+        finally:
+            for each in processes:
+                each.process.kill()
+                each.process.wait()
 
 
 def run(scripts: list[tuple[str, dict[str, str]]]) -> list[tuple[int, str, str]]:
     """Exit status, output and errors of each script; they run side by side."""
     with started(scripts) as processes:
-        outputs = [process.communicate(timeout=TIMEOUT_S) for process in processes]
-        return [(p.returncode, out, err) for p, (out, err) in zip(processes, outputs, strict=True)]
+        return [process.finish() for process in processes]
 
 
 @pytest.fixture
@@ -136,18 +164,15 @@ def test_a_duplicate_rank_is_refused(job: dict[str, str]) -> None:
     with started([(TRAIN, {**job, "RANK": "0"})] * 2) as processes:
         # The first of them waits for worker 1, which never comes.
         refused = _first_to_end(processes)
-        _, errors = refused.communicate(timeout=TIMEOUT_S)
-    assert refused.returncode != 0
+        status, _, errors = refused.finish()
+    assert status != 0
     assert "another process has already joined as rank 0" in errors
     del store
 
 
-def _first_to_end(processes: list[subprocess.Popen[str]]) -> subprocess.Popen[str]:
-    waiting = {os.pidfd_open(process.pid): process for process in processes}
-    ended, _, _ = select.select(list(waiting), [], [], TIMEOUT_S)
-    for descriptor in waiting:
-        os.close(descriptor)
-    return waiting[ended[0]]
+def _first_to_end(scripts: list[Script]) -> Script:
+    ended, _, _ = select.select([each.process for each in scripts], [], [], TIMEOUT_S)
+    return next(each for each in scripts if each.process in ended)
 
 
 @pytest.mark.parametrize(
@@ -244,8 +269,8 @@ def test_a_clean_exit_waits_for_a_stopped_worker_but_a_moment(job: dict[str, str
     )
     variables = {**job, "COARSE_TIMEOUT_S": "600"}
     with started([(script, {**variables, "RANK": str(rank)}) for rank in range(2)]) as (first, _):
-        _, errors = first.communicate(timeout=TIMEOUT_S)
-    assert (first.returncode, errors) == (0, "")
+        status, _, errors = first.finish()
+    assert (status, errors) == (0, "")
 
 
 def test_what_a_stranger_writes_to_the_store_is_refused(job: dict[str, str]) -> None:
@@ -272,6 +297,53 @@ def test_the_store_of_one_node_can_be_reached_on_that_node_alone(job: dict[str, 
         for status, output, errors in run(scripts):
             assert status == 0, errors
             assert output.strip() == f"{[[1.5] * 4] * 2}"
+
+
+FAILS_AT_THE_START = """
+import os, signal, sys
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # else a launcher may end a worker before it has said why
+culprit, place = sys.argv[1:]
+if os.environ["RANK"] == culprit:
+    os.environ["COARSE_TIMELINE"] = place
+import torch, coarse.torch
+coarse.torch.DistributedDataParallel(torch.nn.Linear(4, 1))
+"""
+
+
+@pytest.mark.parametrize(
+    ("launcher", "num_workers", "culprit"),
+    [
+        ("coarse run", 3, 0),  # who serves the store
+        ("coarse run", 2, 1),
+        ("torch.distributed.run --standalone", 3, 1),
+        pytest.param("torch.distributed.run --standalone", 2, 0, marks=pytest.mark.slow),
+    ],
+)
+def test_all_workers_of_a_launcher_say_who_failed_first_and_why(
+    launcher: str, num_workers: int, culprit: int, tmp_path: Path
+) -> None:
+    """A file stands where the folder of a timeline should be."""
+    script, file = tmp_path / "train.py", tmp_path / "file"
+    script.write_text(FAILS_AT_THE_START)
+    file.touch()
+    options = ("--nproc-per-node", str(num_workers))
+    command = [*launcher.split(), *options, str(script), str(culprit), f"{file}/trace"]
+    done = subprocess.run(
+        [sys.executable, "-m", *command],
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 1
+    reason = rf"worker {culprit} failed at the start: \[Errno 20\] COARSE_TIMELINE={file}/trace: "
+    for rank in set(range(num_workers)) - {culprit}:
+        assert re.search(rf"RendezvousError: worker {rank}: {reason}", done.stderr), done.stderr
+    assert not re.search(r"WorkerLostError|MemoryDeviceLostError|DistNetworkError", done.stderr), done.stderr
+    if launcher == "coarse run":
+        assert f"worker {culprit} (pid " in done.stderr
+        assert "NotADirectoryError: [Errno 20] COARSE_TIMELINE" in done.stderr.splitlines()[-1]
 
 
 def test_a_worker_that_dies_in_backward_ends_the_others(job: dict[str, str]) -> None:
@@ -301,10 +373,8 @@ def test_a_worker_that_gives_up_does_not_wait_for_one_that_hangs(job: dict[str, 
         "model(torch.ones(3, 4)).sum().backward()\n"
     )
     variables = {**job, "COARSE_TIMEOUT_S": "600"}
-    with started([(script, {**variables, "RANK": str(rank)}) for rank in range(2)]) as (first, second):
-        first.wait(timeout=TIMEOUT_S)
-        second.kill()  # memory devices, which have the pipes too, wait for it
-        output, errors = first.communicate(timeout=TIMEOUT_S)
+    with started([(script, {**variables, "RANK": str(rank)}) for rank in range(2)]) as (first, _):
+        _, output, errors = first.finish()
     assert output.split() == ["600.0", "600.0"], errors
     assert "SyncTimeoutError: worker 0" in errors
 
@@ -343,19 +413,17 @@ def test_a_forward_that_others_do_not_call_is_told_with_what_to_do(job: dict[str
         "model = coarse.torch.DistributedDataParallel(torch.nn.BatchNorm1d(4)).eval()\n"
         "model.session.limit_waits(3.0)\n"
         "if rank == 0: model(torch.ones(2, 4))\n"
-        "time.sleep(10)\n"
+        "time.sleep(100)\n"
     )
     with started([(script, {**job, "RANK": str(rank)}) for rank in range(2)]) as (first, _):
-        last = first.communicate(timeout=TIMEOUT_S)[1].strip().splitlines()[-1]
+        last = first.finish()[2].strip().splitlines()[-1]
     assert "SyncTimeoutError: worker 0: waited 3.0 s for 'buffers'" in last
     assert "To evaluate on one worker, call model.module" in last
 
 
 def test_nothing_of_torch_is_imported_with_coarse() -> None:
-    [(status, _, errors)] = run(
-        [("import coarse, coarse.session, sys; assert 'torch' not in sys.modules", {})]
-    )
-    assert status == 0, errors
+    script = "import coarse, coarse.session, sys; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], env=clean_environment(), check=True, timeout=TIMEOUT_S)
 
 
 def test_a_pickled_model_is_read_where_there_is_a_process_group_or_one_worker():
