@@ -18,6 +18,7 @@ settings.register_profile("thorough", deadline=None, max_examples=200)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "coarse"))
 
 _ROOT = Path(__file__).parents[1]
+_COMPILED = _ROOT / "build" / "test-cache"
 _CUDA_STAND_INS = {
     "cuda_stand_in.cpp": "libcuda.so.1",
     "nvrtc_stand_in.cpp": "libnvrtc.so.13",
@@ -60,9 +61,18 @@ def told_crashes():
 
 @pytest.fixture(autouse=True, scope="session")
 def own_cache(tmp_path_factory):
-    """A separate cache folder for the tests, so that no cached profile of this host affects them."""
+    """A separate cache folder for the tests, so that no cached profile of this host affects them.
+
+    What is compiled there has names of its ingredients, and is kept for all processes of tests and from run to run.
+    """
+    cache = tmp_path_factory.mktemp("cache")
+    (cache / "coarse").mkdir()
+    for compiled in ("tensorflow", "torch_backend"):
+        kept = _COMPILED / "coarse" / compiled
+        kept.mkdir(mode=0o700, parents=True, exist_ok=True)
+        (cache / "coarse" / compiled).symlink_to(kept)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("XDG_CACHE_HOME", str(cache))
         yield
 
 
