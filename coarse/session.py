@@ -51,6 +51,7 @@ from coarse.startup.node_address import try_address_of_this_node
 from coarse.startup.persistent_devices import Keeping
 from coarse.status.address import job_id
 from coarse.status.launcher_notes import tell_launcher
+from coarse.status.responder import Report
 from coarse.store import Store
 from coarse.timeline import recorder
 from coarse.timeline.part_files import WORKER, Process
@@ -98,6 +99,7 @@ class Session:
         self._node = node
         self._decisions: tuple[str, ...] = ()
         self._planning: StepPlanning | None = None
+        self._profile: Profile | None = None
         self._pid = os.getpid()
         self._endpoint: MetricsEndpoint | None = None
         client.metrics.set("coarse_world_size", identity.world_size)
@@ -145,7 +147,7 @@ class Session:
             raise
         session._answering = answering
         if isinstance(session._client, Client):
-            answering.follow(session._client)
+            answering.follow(session._client, weakref.WeakMethod(session._describe_plan))
             session._tell_decisions(attempt.job)
         weakref.finalize(session, answering.close)  # for sessions that nobody closes
         return session
@@ -555,6 +557,7 @@ class Session:
         measured = profile
         if profile is None and self.settings.profile != OFF:
             profile, note = _seed(node.table, node.local_devices, note)
+        self._profile = profile
         plan = plan_links(
             profile,
             note,
@@ -586,6 +589,32 @@ class Session:
             "; ".join(reversed(decided)),
         ]
         tell_launcher(notes_pipe(), {"decisions": lines})
+
+    def _describe_plan(self) -> Report:
+        """What this session has decided, for the dashboard; called in the responder's thread."""
+        table = self.partition_table
+        return {
+            "decisions": self.decisions(),
+            "machine": self.settings.machine,
+            "memories": [] if table is None else list(table.memories),
+            "links": [] if self._profile is None else self._link_limits(self._profile),
+        }
+
+    def _link_limits(self, profile: Profile) -> list[Report]:
+        """What the links of this node's workers carry at most, by the profile of the session's start."""
+        from coarse.profiler.profile import PUSH
+
+        dilation = self.settings.time_dilation if self.settings.machine else 1.0
+        curves = {(path.source, path.target): curve for path, curve in profile.curves.items() if path.kind == PUSH}
+        return [
+            {
+                "worker": self.node_workers[client],
+                "device": device,
+                "bytes_per_s": curve.peak_gbytes_per_s * 1e9 / dilation,
+                "kind": profile.kind,
+            }
+            for (client, device), curve in curves.items()
+        ]
 
     def _measure_links(self, note: str) -> tuple[Profile, str]:
         """Measures the links together with all workers; the node's first worker saves the result."""

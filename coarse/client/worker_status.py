@@ -9,6 +9,8 @@ import os
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable
+from typing import TypeAlias
 
 from coarse.client.client import Client
 from coarse.env import notes_pipe
@@ -16,13 +18,16 @@ from coarse.status.address import WORKER, Address, find_addresses, job_id
 from coarse.status.launcher_notes import Note, tell_launcher
 from coarse.status.processes import peak_memory_bytes
 from coarse.status.questions import Answer, ask
-from coarse.status.responder import Report, Responder, try_respond
+from coarse.status.responder import METRICS, PLAN, Report, Responder, try_respond
 from coarse.status.stacks import read_stacks
 
 _LEAST_STALL_S = 5.0
 _STALL_STEPS = 10.0
 _LEAST_STEPS = 10
 _KEPT_STEPS = 256
+
+WeakPlan: TypeAlias = Callable[[], Callable[[], Report] | None]
+"""Returns what describes a session's decisions; None if the session is gone."""
 
 
 class WorkerStatus:
@@ -35,6 +40,7 @@ class WorkerStatus:
     def __init__(self, address: Address) -> None:
         self._address = address
         self._client: weakref.ref[Client] | None = None
+        self._describe_plan: WeakPlan = lambda: None
         self._progress = (0, 0)
         self._step_s: deque[float] = deque(maxlen=_KEPT_STEPS)
         self._stepped_s = self._progressed_s = time.monotonic()
@@ -42,10 +48,16 @@ class WorkerStatus:
         self._has_told = False
         self._began_s = time.monotonic()
 
-    def follow(self, client: Client) -> None:
-        """Reports about a client from now on, whose notices also say what late workers do."""
+    def follow(self, client: Client, describe_plan: WeakPlan) -> None:
+        """Reports about a client from now on, whose notices also say what late workers do.
+
+        Args:
+            client: Of this worker; not kept alive.
+            describe_plan: What the session has decided; a weakref.WeakMethod.
+        """
         self._began_s = time.monotonic()
         self._client = weakref.ref(client)
+        self._describe_plan = describe_plan
         client.explain_worker = self.explain_worker
 
     def explain_worker(self, name: str) -> str:
@@ -116,6 +128,16 @@ class WorkerStatus:
             "waits_for": client.describe_wait() if is_waiting else "",
         }
 
+    def metrics(self) -> Report:
+        """The metrics of this node, by Prometheus's notation; {} without a session."""
+        client = self._open_client()
+        return {} if client is None else {METRICS: dict(client.read_metrics())}
+
+    def plan(self) -> Report:
+        """What the session has decided; {} without a session."""
+        describe = self._describe_plan()
+        return {} if describe is None or self._open_client() is None else describe()
+
     def _open_client(self) -> Client | None:
         client = None if self._client is None else self._client()
         return None if client is None or client.is_closed else client
@@ -150,9 +172,9 @@ class AnsweringWorker:
         self._pid = os.getpid()
         self._is_closed = False
 
-    def follow(self, client: Client) -> None:
+    def follow(self, client: Client, describe_plan: WeakPlan) -> None:
         """WorkerStatus.follow()."""
-        self._status.follow(client)
+        self._status.follow(client, describe_plan)
 
     def close(self) -> None:
         """Stops answering, and tells `coarse run` how the session went. Idempotent; does nothing in a fork."""
@@ -174,7 +196,8 @@ def answer_as_worker(job: str, rank: int) -> AnsweringWorker:
     """
     address = Address.of_this_process(job_id(job), WORKER, rank)
     status = WorkerStatus(address)
-    return AnsweringWorker(status, try_respond(address, status.report, status.look))
+    more = {METRICS: status.metrics, PLAN: status.plan}
+    return AnsweringWorker(status, try_respond(address, status.report, status.look, more))
 
 
 def _explain(answer: Answer) -> str:

@@ -25,6 +25,7 @@ from coarse.kernels import _native
 from coarse.machine.out_of_memory import OutOfMemoryWatch
 from coarse.metrics.declarations import device_label
 from coarse.proxy.data_path import DataPath
+from coarse.proxy.device_status import DeviceStatus
 from coarse.proxy.event_loop import EventLoop
 from coarse.proxy.mailbox import Mailbox
 from coarse.proxy.membership import DRAINED, Membership
@@ -39,8 +40,6 @@ from coarse.proxy.snapshots.snapshot_service import SnapshotService
 from coarse.proxy.storage_service import StorageService
 from coarse.proxy.workers import WorkerConnection, Workers
 from coarse.scratch import hold
-from coarse.status import address as status_address
-from coarse.status.responder import try_respond
 from coarse.timeline import recorder
 from coarse.timeline.part_files import MEMORY_DEVICE, Process
 from coarse.wire.device_job import HOME_DEVICE, DeviceJob
@@ -88,11 +87,15 @@ class MemoryDevice:
         job: This device's place in the session; the device takes ownership of its descriptors.
         memories: The memories that it uses; the caller closes them.
         contents: Contents from earlier attempts, and for later ones.
+        status: Answers `coarse status` about this device.
     """
 
-    def __init__(self, job: DeviceJob, memories: DeviceMemories, contents: DeviceContents) -> None:
+    def __init__(
+        self, job: DeviceJob, memories: DeviceMemories, contents: DeviceContents, status: DeviceStatus
+    ) -> None:
         self._job = job
         self._contents = contents
+        self._status = status
         self._loop = EventLoop()
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._loop.watch(self._event_fd, self._take_proxy_events)
@@ -112,6 +115,7 @@ class MemoryDevice:
             contents.groups,
             contents.replicas,
         )
+        status.follow(self._registrar.reserved_bytes)
         self._storage = StorageService(value_memory(memories.own), self._workers.send, contents.storage)
         self._replication = Replication(job, memories, contents, self._peers.tell_one)
         self._has_shared = False
@@ -247,6 +251,8 @@ class MemoryDevice:
         if self._peers.is_complete and not self._has_shared:
             self._has_shared = True
             self._shared_memory = self._data_path.share()
+            if self._job.is_home:
+                self._status.serve_metrics(self._data_path.metrics_reader().read)
             self._tell_of_nccl()  # before they see the communicator's name
             self._peers.tell(*self._shared_message())
             self._serve_metrics()
@@ -615,6 +621,7 @@ class MemoryDevice:
         if self._is_aborted:
             return
         self._loss = loss
+        self._status.tell_loss(loss.text)
         self._contents.failures[_FAILURE_KINDS.get(loss.error, "other")] += 1
         self._gauge()
         self._peers.tell(loss.to_message("abort"))
@@ -641,27 +648,23 @@ def run_device(job_fd: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     with contextlib.suppress(FileNotFoundError):  # its creator has ended and removed it
         hold(Path(job.directory))  # until this process ends
-    try_respond(  # until this process ends
-        status_address.Address.of_this_process(
-            status_address.job_id(Attempt.from_environment().job), status_address.MEMORY_DEVICE, job.device
-        ),
-        lambda: {"serves": [job.rank(client) for client in job.local_clients]},
-    )
+    status = DeviceStatus(job)
+    status.respond()
     try:
         _record_timeline(job)
         opened = open_memories(job.memories, job.device, replicas=job.replicas)
     except _REASONS as error:
         nothing = DeviceMemories(own=HostMemory(), common=HostMemory())
         first = job.with_own_sockets() if job.keep_s else job
-        return MemoryDevice(first, nothing, DeviceContents()).refuse(error)
+        return MemoryDevice(first, nothing, DeviceContents(), status).refuse(error)
     with contextlib.closing(opened) as memories:
         _move_near(memories.own)
         contents = DeviceContents()
         if not job.keep_s:
-            MemoryDevice(job, memories, contents).run()
+            MemoryDevice(job, memories, contents, status).run()
             return
         attempt = job
-        while (device := MemoryDevice(attempt.with_own_sockets(), memories, contents)).run():
+        while (device := MemoryDevice(attempt.with_own_sockets(), memories, contents, status)).run():
             # The first worker to connect now starts the attempt.
             job = job.with_peers(device.lost, device.replaced)
             attempt = replace(job, leader_pid=0)

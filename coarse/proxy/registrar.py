@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import logging
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 
 from coarse.errors import CoarseError, OutOfDeviceMemoryError
 from coarse.kernels import _native
@@ -52,6 +53,14 @@ logger = logging.getLogger(__name__)
 
 _NUMBERED_TENSOR = re.compile(r"tensor #(\d+)/(\d+)")  # TensorGroup::describeTensor()
 _MOST_GROUP_ID = (1 << 32) - 1
+
+_GRADIENTS, _COPIES, _SNAPSHOTS, _OTHER = "gradients", "copies", "snapshots", "other"
+_USES = {
+    **{name: name for name in (PARAMETERS, STATES)},
+    **dict.fromkeys((UNDO_PARAMETERS, UNDO_STATES, REPLICA_PARAMETERS, REPLICA_STATES), _COPIES),
+    SNAPSHOT_POOL: _SNAPSHOTS,
+}
+"""Uses of the segments that a node holds once; copies are for recovery."""
 
 
 class Registrar:
@@ -126,7 +135,14 @@ class Registrar:
     @property
     def allocated_bytes(self) -> int:
         """Memory that this device has reserved for all groups."""
-        return sum(registration.own_bytes for registration in self._registrations.values())
+        return sum(self.reserved_bytes().values())
+
+    def reserved_bytes(self) -> dict[str, int]:
+        """Memory that this device has reserved for all groups, by its use; from any thread."""
+        total: Counter[str] = Counter()
+        for registration in list(self._registrations.values()):
+            total.update(registration.reserved)
+        return dict(total)
 
     def late_clients(self, group: int) -> list[int]:
         """Workers that have not requested a group."""
@@ -284,7 +300,7 @@ class Registrar:
         registration.rows.update(rows)
         registration.is_allocated = True
         segments = [*own.values(), *settings.values(), *rows.values(), *shared.values()]
-        registration.own_bytes = sum(each.num_bytes for each in segments)
+        registration.reserved = _bytes_by_use(gradients=[*own.values(), *rows.values()], other=settings.values(), shared=shared)
         extents, fds = pack(segments)
         self._send_to_peers(
             {
@@ -609,3 +625,14 @@ class Registrar:
         }
         for client in registration.schemas:
             self._send(client, registration.refusal, ())
+
+
+def _bytes_by_use(
+    *, gradients: Iterable[Segment], other: Iterable[Segment], shared: Mapping[str, Segment]
+) -> dict[str, int]:
+    uses: Counter[str] = Counter()
+    uses[_GRADIENTS] += sum(each.num_bytes for each in gradients)
+    uses[_OTHER] += sum(each.num_bytes for each in other)
+    for name, segment in shared.items():
+        uses[_USES.get(name, _OTHER)] += segment.num_bytes
+    return dict(uses)

@@ -33,11 +33,21 @@ def _kernel_place(pid: int) -> str:
 
 def peak_memory_bytes(pid: int) -> int:
     """The largest resident memory that a process has had, shared memory included; 0 if it has ended."""
+    return _memory_of(pid).get("VmHWM", 0)
+
+
+def private_memory_bytes(pid: int) -> int:
+    """The resident memory that is a process's own, without shared memory and files; 0 if it has ended."""
+    return _memory_of(pid).get("RssAnon", 0)
+
+
+def _memory_of(pid: int) -> dict[str, int]:
+    """The sizes in /proc/PID/status, in bytes; {} if the process has ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
-        return 0
-    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:")), 0)
+        return {}
+    return {line.split(":")[0]: int(line.split()[1]) << 10 for line in lines if line.endswith(" kB")}
 
 
 def is_stopped(pid: int) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from coarse.local_sockets import peer_of
 from coarse.status.address import Address
 from coarse.status.processes import describe_process
-from coarse.status.responder import Report
+from coarse.status.responder import STACKS, STATUS, Report
 from coarse.status.stacks import Stack
 
 _MOST_BYTES = 16 << 20
@@ -65,9 +65,23 @@ def ask(addresses: Sequence[Address], *, with_stacks: bool = False, timeout_s: f
         return [answer for answer in answers if answer is not None]
 
 
+def ask_for(address: Address, question: str, *, timeout_s: float = 1.0) -> Report:
+    """What one process answers to one of the further questions of its responder; {} if it does not.
+
+    Args:
+        address: Whom to ask.
+        question: METRICS or PLAN.
+        timeout_s: Longest wait.
+    """
+    try:
+        return _request(address, question, timeout_s)
+    except (OSError, ValueError):
+        return {}
+
+
 def _ask_one(address: Address, with_stacks: bool, timeout_s: float) -> Answer | None:
     try:
-        report = _request(address, b"stacks" if with_stacks else b"status", timeout_s)
+        report = _request(address, STACKS if with_stacks else STATUS, timeout_s)
     except NotAnsweringError:
         state = describe_process(address.pid)
         return Answer(address=address, report=None, state=state) if state else None
@@ -76,7 +90,7 @@ def _ask_one(address: Address, with_stacks: bool, timeout_s: float) -> Answer | 
     return Answer(address=address, report=report)
 
 
-def _request(address: Address, question: bytes, timeout_s: float) -> Report:
+def _request(address: Address, question: str, timeout_s: float) -> Report:
     """Sends a question and reads the answer.
 
     Raises:
@@ -90,7 +104,7 @@ def _request(address: Address, question: bytes, timeout_s: float) -> Report:
             connection.connect(address.name)
             if peer_of(connection) != (address.pid, os.geteuid()):
                 raise PermissionError(f"another process listens in place of {address.process}")
-            connection.sendall(question)
+            connection.sendall(question.encode())
             data = bytearray()
             while (part := connection.recv(1 << 16)) and len(data) < _MOST_BYTES:
                 data += part

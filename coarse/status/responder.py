@@ -12,8 +12,9 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from coarse.local_sockets import peer_of
@@ -24,6 +25,17 @@ logger = logging.getLogger(__name__)
 
 Report: TypeAlias = dict[str, Any]
 """What a process says about itself, as JSON values."""
+
+STATUS, STACKS = "status", "stacks"
+"""Questions that every process answers."""
+
+METRICS, PLAN = "metrics", "plan"
+"""Questions of the dashboard: the metrics of the node; what the session has decided."""
+
+MoreAnswers: TypeAlias = Mapping[str, Callable[[], Report]]
+"""Answers to further questions; called in the responder's thread."""
+
+_NOTHING_MORE: MoreAnswers = MappingProxyType({})
 
 LOOK_INTERVAL_S = 1.0
 _BACKLOG = 64
@@ -39,17 +51,23 @@ class Responder:
         address: Where it answers.
         report: Returns what this process does; called in the responder's thread.
         look: Called once a second in the responder's thread.
+        more: Answers to further questions; {} is the answer to any other one.
 
     Raises:
         OSError: If it cannot listen.
     """
 
     def __init__(
-        self, address: Address, report: Callable[[], Report], look: Callable[[], None] = lambda: None
+        self,
+        address: Address,
+        report: Callable[[], Report],
+        look: Callable[[], None] = lambda: None,
+        more: MoreAnswers = _NOTHING_MORE,
     ) -> None:
         self.address = address
         self._report = report
         self._look = look
+        self._more = more
         self._pid = os.getpid()
         self._began_s = time.time()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -110,22 +128,27 @@ class Responder:
             if user != os.geteuid() or pid == 0:  # 0: of another container, on the host's network
                 return
             connection.settimeout(_PEER_TIMEOUT_S)
-            asks_for_stacks = connection.recv(64) == b"stacks"
-            connection.sendall(json.dumps(self._answer(with_all=asks_for_stacks)).encode())
+            question = connection.recv(64).decode(errors="replace")
+            connection.sendall(json.dumps(self._answer(question)).encode())
 
-    def _answer(self, *, with_all: bool) -> Report:
+    def _answer(self, question: str) -> Report:
+        if question not in (STATUS, STACKS):
+            return self._more.get(question, dict)()
         stacks = read_stacks()
-        shown = stacks if with_all else stacks[:1]
+        shown = stacks if question == STACKS else stacks[:1]
         common = {"program": os.path.basename(sys.argv[0]), "began_s": self._began_s}
         return common | self._report() | {"stacks": [asdict(each) for each in shown]}
 
 
 def try_respond(
-    address: Address, report: Callable[[], Report], look: Callable[[], None] = lambda: None
+    address: Address,
+    report: Callable[[], Report],
+    look: Callable[[], None] = lambda: None,
+    more: MoreAnswers = _NOTHING_MORE,
 ) -> Responder | None:
     """A Responder; None, with a line in the log, if the system allows no socket or thread: the job needs neither."""
     try:
-        return Responder(address, report, look)
+        return Responder(address, report, look, more)
     except (OSError, RuntimeError) as error:
         logger.info("%s does not answer coarse status: %s", address.process, error)
         return None

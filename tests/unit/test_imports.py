@@ -17,6 +17,7 @@ FRAMEWORKS = {"torch", "tensorflow", "transformers", "sklearn"}
 LAYERS = (
     ("__main__",),
     ("cli",),
+    ("dashboard",),
     ("simulator",),
     ("bench",),
     ("transformers",),

@@ -1,0 +1,239 @@
+"""Makes samples of a running job: what its processes say, with rates over the last seconds and events."""
+
+from __future__ import annotations
+
+import queue
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+
+from coarse.dashboard.events import Changes
+from coarse.dashboard.pace import Pace
+from coarse.dashboard.readings import Counters, Reading, read
+from coarse.dashboard.samples import (
+    AWAITED,
+    OVER,
+    RUNS,
+    SILENT,
+    STARTS,
+    TRAINS,
+    WAITS,
+    Checkpoints,
+    Device,
+    Event,
+    Link,
+    Memory,
+    Sample,
+    Worker,
+)
+from coarse.status.address import MEMORY_DEVICE, WORKER
+from coarse.status.processes import private_memory_bytes
+from coarse.status.questions import Answer
+
+_SHORT_WAIT_S = 1.0
+_SLOW = 1.1
+_ELSEWHERE = "other nodes"
+
+
+class Sampler:
+    """Samples one job. Call sample() about once a second, from one thread; tell() from any.
+
+    Example:
+        >>> sampler = Sampler("0f3a")  # or "", if only one job of this user runs on this node
+        >>> sampler.sample().workers[0].blocked_s
+        0.012
+
+    Args:
+        job: The beginning of the job's id, as `coarse status` names it.
+    """
+
+    def __init__(self, job: str) -> None:
+        self._job = job
+        self._number = 0
+        self._pace = Pace()
+        self._changes = Changes()
+        self._told: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._last: Sample | None = None
+
+    def tell(self, kind: str, text: str) -> None:
+        """Adds an event that the job's processes cannot tell, to the next sample."""
+        self._told.put(Event(time_s=time.time(), kind=kind, text=text))
+
+    def sample(self) -> Sample:
+        """What the job does now.
+
+        Raises:
+            OSError: If the system does not list its sockets.
+        """
+        reading = read(self._job)
+        self._pace.follow(reading)
+        self._number += 1
+        events = (*self._changes.follow(reading), *self._take_told())
+        if reading.answers:
+            self._last = self._running(reading, events)
+            return self._last
+        return self._without_processes(reading, events)
+
+    def _take_told(self) -> Iterator[Event]:
+        while not self._told.empty():
+            yield self._told.get()
+
+    def _without_processes(self, reading: Reading, events: tuple[Event, ...]) -> Sample:
+        phase = AWAITED if self._last is None else OVER
+        last = self._last
+        return Sample(
+            number=self._number,
+            time_s=reading.time_s,
+            phase=phase,
+            job=self._job if last is None else last.job,
+            program="" if last is None else last.program,
+            step=0 if last is None else last.step,
+            restarts=0 if last is None else last.restarts,
+            checkpoints=Checkpoints() if last is None else last.checkpoints,
+            decisions=() if last is None else last.decisions,
+            events=events,
+        )
+
+    def _running(self, reading: Reading, events: tuple[Event, ...]) -> Sample:
+        workers = tuple(self._worker(rank, each) for rank, each in reading.of(WORKER).items())
+        devices = tuple(self._device(number, each, reading) for number, each in reading.of(MEMORY_DEVICE).items())
+        slowest, why_slow = _slowest(workers)
+        longest_s = max((each.step_s for each in workers), default=0.0)
+        counters = reading.counters
+        return Sample(
+            number=self._number,
+            time_s=reading.time_s,
+            phase=RUNS,
+            job=reading.answers[0].address.job,
+            program=_program(reading.answers),
+            machine=str(reading.plan.get("machine", "")),
+            world_size=int(counters.largest("coarse_world_size")),
+            restarts=int(counters.largest("coarse_restarts")),
+            step=min((each.step for each in workers), default=0),
+            steps_per_s=1 / longest_s if longest_s else 0.0,
+            samples_per_s=sum(each.samples_per_s for each in workers),
+            slowest=slowest,
+            why_slow=why_slow,
+            workers=workers,
+            devices=devices,
+            links=tuple(self._links(reading)),
+            memory=tuple(_memory(workers, reading)),
+            checkpoints=_checkpoints(counters),
+            decisions=tuple(map(str, reading.plan.get("decisions", ()))),
+            events=events,
+        )
+
+    def _worker(self, rank: int, answer: Answer) -> Worker:
+        report, times = answer.report or {}, self._pace.step_times(rank)
+        samples_per_s = self._pace.rates("coarse_samples_total", "worker").get((str(rank),), 0.0)
+        return Worker(
+            rank=rank,
+            pid=answer.address.pid,
+            state=_state(answer),
+            doing=_doing(answer),
+            step=int(report.get("step", 0)),
+            waits_s=float(report.get("waits_s", 0.0)),
+            step_s=times.step_s,
+            compute_s=times.compute_s,
+            blocked_s=times.blocked_s,
+            optimizer_s=times.optimizer_s,
+            blocked_by=times.blocked_by,
+            samples_per_s=samples_per_s,
+            private_bytes=private_memory_bytes(answer.address.pid),
+        )
+
+    def _device(self, number: int, answer: Answer, reading: Reading) -> Device:
+        report, name = answer.report or {}, f"md{number}"
+        memories = reading.plan.get("memories", ())
+        cores = reading.counters.total("coarse_sync_cores", device=name)
+        busy_s = self._pace.rates("coarse_sync_core_busy_seconds_total", "device").get((name,), 0.0)
+        reduced = self._pace.rates("coarse_reduced_bytes_total", "device").get((name,), 0.0)
+        return Device(
+            number=number,
+            pid=answer.address.pid,
+            doing=_doing(answer),
+            is_silent=answer.report is None,
+            memory=str(memories[number]) if number < len(memories) else "",
+            serves=tuple(report.get("serves", ())),
+            reduced_bytes_per_s=reduced,
+            busy=min(1.0, busy_s / cores) if cores else 0.0,
+            sync_cores=int(cores),
+            queue_shards=int(reading.counters.total("coarse_queue_shards", device=name)),
+            reserved_bytes=int(reading.counters.total("coarse_memory_bytes", device=name)),
+        )
+
+    def _links(self, reading: Reading) -> Iterator[Link]:
+        limits = {(each["worker"], each["device"]): each for each in reading.plan.get("links", ())}
+        rates: dict[tuple[str, str], dict[str, float]] = {}
+        pushed = self._pace.rates("coarse_pushed_bytes_total", "worker", "device", "algorithm")
+        for (worker, device, algorithm), rate in pushed.items():
+            rates.setdefault((worker, device), {})[algorithm] = rate
+        for (worker, device), by_algorithm in rates.items():
+            limit = limits.get((int(worker), int(device.removeprefix("md"))), {})
+            yield Link(
+                source=f"worker {worker}",
+                target=device,
+                bytes_per_s=sum(by_algorithm.values()),
+                limit_bytes_per_s=float(limit.get("bytes_per_s", 0.0)),
+                limit_kind=str(limit.get("kind", "")),
+                algorithms=tuple(by_algorithm),
+            )
+        for (device,), rate in self._pace.rates("coarse_node_sent_bytes_total", "device").items():
+            if reading.counters.total("coarse_node_sent_bytes_total", device=device):
+                yield Link(source=device, target=_ELSEWHERE, bytes_per_s=rate)
+
+
+def _state(answer: Answer) -> str:
+    if answer.report is None:
+        return SILENT
+    if "step" not in answer.report:
+        return STARTS
+    return WAITS if answer.report["waits_for"] and answer.report["waits_s"] >= _SHORT_WAIT_S else TRAINS
+
+
+def _doing(answer: Answer) -> str:
+    if answer.report is not None and answer.report.get("waits_for"):
+        return f"waits for {answer.report['waits_for']}"
+    return answer.describe_place()
+
+
+def _program(answers: Sequence[Answer]) -> str:
+    of_workers = [each.report for each in answers if each.address.role == WORKER and each.report]
+    return str(of_workers[0].get("program", "")) if of_workers else ""
+
+
+
+def _slowest(workers: Sequence[Worker]) -> tuple[int, str]:
+    """The worker that waits for nobody while the others wait for it: its own part of a step is the longest."""
+    trained = [each for each in workers if each.step_s]
+    if len(trained) < 2:
+        return -1, ""
+    slowest = max(trained, key=lambda each: each.own_s)
+    usual_s = statistics.median(each.own_s for each in trained if each is not slowest)
+    if slowest.own_s < _SLOW * usual_s:
+        return -1, ""
+    return slowest.rank, (
+        f"worker {slowest.rank} takes {slowest.own_s * 1e3:.0f} ms of its own for a step, the others "
+        f"{usual_s * 1e3:.0f} ms (median); they wait for it"
+    )
+
+
+def _memory(workers: Sequence[Worker], reading: Reading) -> Iterator[Memory]:
+    for worker in workers:
+        yield Memory(owner=f"worker {worker.rank}", what="private", num_bytes=worker.private_bytes)
+    for number, answer in reading.of(MEMORY_DEVICE).items():
+        for what, num_bytes in (answer.report or {}).get("reserved", {}).items():
+            yield Memory(owner=f"md{number}", what=what, num_bytes=num_bytes)
+
+
+def _checkpoints(counters: Counters) -> Checkpoints:
+    saves = {outcome: int(number) for (outcome,), number in counters.by("coarse_checkpoint_saves_total", "outcome").items()}
+    count = counters.total("coarse_checkpoint_save_seconds_count")
+    seconds = counters.total("coarse_checkpoint_save_seconds_sum")
+    return Checkpoints(
+        saved=saves.get("saved", 0),
+        failed=saves.get("failed", 0),
+        skipped=saves.get("skipped", 0),
+        written_bytes=int(counters.total("coarse_checkpoint_written_bytes_total")),
+        save_s=seconds / count if count else 0.0,
+    )
