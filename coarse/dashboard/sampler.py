@@ -145,7 +145,11 @@ class Sampler:
     def _device(self, number: int, answer: Answer, reading: Reading) -> Device:
         report, name = answer.report or {}, f"md{number}"
         memories = reading.plan.get("memories", ())
-        cores = reading.counters.total("coarse_sync_cores", device=name)
+
+        def total(metric: str) -> int:
+            return int(reading.counters.total(metric, device=name))
+
+        cores = total("coarse_sync_cores")
         busy_s = self._pace.rates("coarse_sync_core_busy_seconds_total", "device").get((name,), 0.0)
         reduced = self._pace.rates("coarse_reduced_bytes_total", "device").get((name,), 0.0)
         return Device(
@@ -157,9 +161,11 @@ class Sampler:
             serves=tuple(report.get("serves", ())),
             reduced_bytes_per_s=reduced,
             busy=min(1.0, busy_s / cores) if cores else 0.0,
-            sync_cores=int(cores),
-            queue_shards=int(reading.counters.total("coarse_queue_shards", device=name)),
-            reserved_bytes=int(reading.counters.total("coarse_memory_bytes", device=name)),
+            sync_cores=cores,
+            queue_shards=total("coarse_queue_shards"),
+            reserved_bytes=total("coarse_memory_bytes"),
+            pool_bytes=total("coarse_snapshot_pool_bytes"),
+            pool_limit_bytes=total("coarse_snapshot_pool_limit_bytes"),
         )
 
     def _links(self, reading: Reading) -> Iterator[Link]:

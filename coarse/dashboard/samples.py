@@ -70,6 +70,7 @@ class Device:
         sync_cores: Number of sync cores.
         queue_shards: Shards that wait in its queues.
         reserved_bytes: Memory reserved for tensors, parameters and states.
+        pool_bytes, pool_limit_bytes: Memory of old versions to which snapshots refer, and its limit.
     """
 
     number: int
@@ -83,6 +84,8 @@ class Device:
     sync_cores: int = 0
     queue_shards: int = 0
     reserved_bytes: int = 0
+    pool_bytes: int = 0
+    pool_limit_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
