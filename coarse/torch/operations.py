@@ -1,9 +1,10 @@
-"""Names what a worker does in the job's timeline, and in torch's profiler as "coarse::..."."""
+"""Names what a worker does in the job's timeline, and in torch's profiler as "coarse::..."; times optimizers."""
 
 from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from coarse.metrics.writer import MetricsWriter
 from coarse.timeline import recorder
 
 
@@ -40,17 +42,30 @@ class operation:  # noqa: N801 - used like a function
             self._function.__exit__(None, None, None)
 
 
+_REMOTE_OPTIMIZERS = "coarse.torch.optimizer."
+"""Module of optimizers that wait for memory devices, or for the optimizer that they wrap, which is counted itself."""
+
+
 @functools.cache
-def record_optimizer_steps() -> None:
-    """Records the steps of all optimizers of this process from now on. Idempotent."""
+def record_optimizer_steps(metrics: Callable[[], MetricsWriter]) -> None:
+    """Records and counts the steps of all optimizers of this process from now on. Idempotent.
+
+    Args:
+        metrics: Returns where to count.
+    """
     began_ns: dict[int, int] = {}  # of running steps; one that raises is not recorded
 
     def begin(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        began_ns[id(optimizer)] = time.monotonic_ns()
+        if not torch.compiler.is_compiling():
+            began_ns[id(optimizer)] = time.monotonic_ns()
 
     def end(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if (began := began_ns.pop(id(optimizer), None)) is not None:
-            recorder.record(f"step {type(optimizer).__name__}", began, time.monotonic_ns())
+        if torch.compiler.is_compiling() or (began := began_ns.pop(id(optimizer), None)) is None:
+            return
+        ended = time.monotonic_ns()
+        recorder.record(f"step {type(optimizer).__name__}", began, ended)
+        if not type(optimizer).__module__.startswith(_REMOTE_OPTIMIZERS):
+            metrics().observe("coarse_optimizer_seconds", (ended - began) / 1e9)
 
     register_optimizer_step_pre_hook(begin)
     register_optimizer_step_post_hook(end)

@@ -1,9 +1,9 @@
 """Trains with a checkpoint, reports metrics to TensorBoard, and scrapes its own node. Run by a launcher.
 
-    metrics_script.py FOLDER [crash]
+    metrics_script.py FOLDER [crash] [local]
 
 Worker 0 writes FOLDER/metrics.json: what it scraped, what Session.metrics() gave, and what a function was told. With
-`crash`, worker 1 kills itself in the first attempt.
+`crash`, worker 1 kills itself in the first attempt; with `local`, the optimizer runs in the workers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def main() -> None:
     torch.manual_seed(rank)
     model = coarse.torch.DistributedDataParallel(nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 1)))
     optimizer = torch.optim.AdamW(model.parameters())
-    optimizer = coarse.torch.DistributedOptimizer(optimizer, model)
+    if "local" not in sys.argv:
+        optimizer = coarse.torch.DistributedOptimizer(optimizer, model)
     told: list[tuple[str, float, int]] = []
     reporter = model.session.reporter(lambda *scalar: told.append(scalar), every=4)
     writes_events = rank == 0 and "crash" not in sys.argv

@@ -51,6 +51,7 @@ def check_training(found):
     for rank in ("0", "1"):
         assert total(found, "coarse_step_seconds_count", worker=rank) == STEPS - 1
         assert total(found, "coarse_samples_total", worker=rank) == STEPS * BATCH
+        assert total(found, "coarse_optimizer_seconds_count", worker=rank) == 0, "it runs in memory devices"
         pushed = total(found, "coarse_pushed_bytes_total", worker=rank)
         assert STEPS * PARAMETER_BYTES <= pushed < (STEPS + 2) * PARAMETER_BYTES, (
             "gradients, and parameters once"
@@ -87,6 +88,14 @@ def test_a_job_is_counted_scraped_and_reported(tmp_path, launcher):
     events.Reload()
     (event,) = events.Scalars("coarse_world_size/worker0")
     assert (event.step, event.value) == (STEPS, 2)
+
+
+def test_steps_of_an_optimizer_in_the_worker_are_timed(tmp_path):
+    found = train(COARSE_RUN, tmp_path, "local")
+    for rank in ("0", "1"):
+        assert total(found, "coarse_optimizer_seconds_count", worker=rank) == STEPS
+        seconds = total(found, "coarse_optimizer_seconds_sum", worker=rank)
+        assert 0 < seconds < total(found, "coarse_step_seconds_sum", worker=rank)
 
 
 def test_a_restarted_job_is_scraped_at_the_same_port(tmp_path):

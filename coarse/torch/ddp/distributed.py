@@ -20,7 +20,6 @@ from coarse.env import WorkerIdentity
 from coarse.errors import SessionClosedError, SyncTimeoutError
 from coarse.session import AnyTensorGroup, Session
 from coarse.settings import Settings
-from coarse.timeline import recorder
 from coarse.torch.ddp.agreement import check_same_tensors, describe
 from coarse.torch.ddp.awaited_values import AwaitedValues
 from coarse.torch.ddp.buffers import BufferBroadcast, broadcast_tensors
@@ -45,7 +44,7 @@ from coarse.torch.gradients.sparse_gradients import check_tables, find_tables
 from coarse.torch.operations import operation, record_optimizer_steps
 from coarse.torch.optimizer.remote_optimizers import RemoteOptimizers
 from coarse.torch.process_group import choose_process_group
-from coarse.torch.session import session_of_group
+from coarse.torch.session import metrics_of_default_group, session_of_group
 from coarse.torch.weak_calls import weakly
 
 _MIB = 1 << 20
@@ -254,8 +253,7 @@ class DistributedDataParallel(UnsupportedFeatures):
     def _register(self, *, init_sync: bool, broadcast_buffers: bool) -> None:
         shared = session_of_group(self.process_group)
         self._session = shared.session
-        if recorder.is_recording():
-            record_optimizer_steps()
+        record_optimizer_steps(metrics_of_default_group)
         name = shared.next_model_name()
         check_tables(self._session, self._trainable, self.tables)
         if init_sync:

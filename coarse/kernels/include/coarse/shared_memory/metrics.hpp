@@ -49,6 +49,7 @@ enum class Metric : std::uint8_t {
   kPushedShards,
   kStepSeconds,
   kWaitSeconds,
+  kOptimizerSeconds,
   kSamples,
   kWorldSize,
   kRestarts,
@@ -74,7 +75,7 @@ enum class Metric : std::uint8_t {
   kSnapshotWaits,
   kSnapshotWaitSeconds,
 };
-inline constexpr std::size_t kNumMetrics = 27;
+inline constexpr std::size_t kNumMetrics = 28;
 
 /// Upper bounds of a histogram's buckets in nanoseconds; one more bucket holds what is longer.
 inline constexpr std::array<std::uint64_t, 22> kBucketBounds = {
