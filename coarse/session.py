@@ -605,7 +605,9 @@ class Session:
         from coarse.profiler.profile import PUSH
 
         dilation = self.settings.time_dilation if self.settings.machine else 1.0
-        curves = {(path.source, path.target): curve for path, curve in profile.curves.items() if path.kind == PUSH}
+        curves = {
+            (path.source, path.target): curve for path, curve in profile.curves.items() if path.kind == PUSH
+        }
         return [
             {
                 "worker": self.node_workers[client],

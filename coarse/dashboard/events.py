@@ -71,7 +71,9 @@ class Changes:
             report = answer.report or {}
             limit_s = max(_STALL_S, _STALL_STEPS * _step_s(reading, rank))
             if report.get("waits_for") and report.get("waits_s", 0.0) >= limit_s:
-                waiting[rank] = f"worker {rank} has been waiting for {report['waits_s']:.0f} s: {report['waits_for']}"
+                waiting[rank] = (
+                    f"worker {rank} has been waiting for {report['waits_s']:.0f} s: {report['waits_for']}"
+                )
         for rank in sorted(waiting.keys() - self._stalled):
             yield FAULT, waiting[rank]
         for rank in sorted((self._stalled - waiting.keys()) & reading.of(WORKER).keys()):
@@ -86,7 +88,7 @@ class Changes:
             return
         restarts = int(reading.counters.largest("coarse_restarts"))
         if restarts > before.counters.largest("coarse_restarts"):
-            yield JOB, f"the workers have been restarted ({restarts} restarts so far)"
+            yield JOB, f"the workers have been restarted: attempt {restarts + 1}"
             return
         for name, kind, text in _COUNTED:
             if (grown := reading.counters.total(name) - before.counters.total(name)) > 0:
@@ -122,7 +124,7 @@ def _saves(before: Reading, now: Reading) -> Iterator[tuple[str, str]]:
         return
     if outcomes["saved"] > 0:
         took = f" in {seconds / count:.2g} s" if count > 0 else ""
-        yield CHECKPOINT, f"a checkpoint of {written / 1e6:.3g} MB was saved{took}"
+        yield CHECKPOINT, f"a checkpoint of {_size(written)} was saved{took}"
     if outcomes["failed"] > 0:
         yield FAULT, "a checkpoint could not be saved; the log of the worker says why"
     if outcomes["skipped"] > 0:
@@ -131,7 +133,6 @@ def _saves(before: Reading, now: Reading) -> Iterator[tuple[str, str]]:
 
 def _grown(before: Reading, now: Reading, name: str, **labels: str) -> float:
     return now.counters.total(name, **labels) - before.counters.total(name, **labels)
-
 
 
 def _step_s(reading: Reading, rank: int) -> float:
@@ -162,7 +163,8 @@ def _names(answers: Sequence[Answer]) -> str:
 def _ranges(numbers: Sequence[int]) -> str:
     """Numbers in words: [0, 1, 2, 5] is "0 to 2, 5"."""
     runs = [
-        [number for _, number in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
+        [number for _, number in run]
+        for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
     ]
     return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
 
@@ -174,3 +176,7 @@ def _have(answers: Sequence[Answer]) -> str:
 def _last_step(gone: Sequence[Answer]) -> str:
     steps = [each.report["step"] for each in gone if each.report and "step" in each.report]
     return f" after step {min(steps)}" if steps else ""
+
+
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:.3g} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.3g} MB"

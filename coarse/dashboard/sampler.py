@@ -96,8 +96,10 @@ class Sampler:
 
     def _running(self, reading: Reading, events: tuple[Event, ...]) -> Sample:
         workers = tuple(self._worker(rank, each) for rank, each in reading.of(WORKER).items())
-        devices = tuple(self._device(number, each, reading) for number, each in reading.of(MEMORY_DEVICE).items())
-        slowest, why_slow = _slowest(workers)
+        devices = tuple(
+            self._device(number, each, reading) for number, each in reading.of(MEMORY_DEVICE).items()
+        )
+        slowest, why_slow = slowest_of(workers)
         longest_s = max((each.step_s for each in workers), default=0.0)
         counters = reading.counters
         return Sample(
@@ -208,8 +210,7 @@ def _program(answers: Sequence[Answer]) -> str:
     return str(of_workers[0].get("program", "")) if of_workers else ""
 
 
-
-def _slowest(workers: Sequence[Worker]) -> tuple[int, str]:
+def slowest_of(workers: Sequence[Worker]) -> tuple[int, str]:
     """The worker that waits for nobody while the others wait for it: its own part of a step is the longest."""
     trained = [each for each in workers if each.step_s]
     if len(trained) < 2:
@@ -233,7 +234,10 @@ def _memory(workers: Sequence[Worker], reading: Reading) -> Iterator[Memory]:
 
 
 def _checkpoints(counters: Counters) -> Checkpoints:
-    saves = {outcome: int(number) for (outcome,), number in counters.by("coarse_checkpoint_saves_total", "outcome").items()}
+    saves = {
+        outcome: int(number)
+        for (outcome,), number in counters.by("coarse_checkpoint_saves_total", "outcome").items()
+    }
     count = counters.total("coarse_checkpoint_save_seconds_count")
     seconds = counters.total("coarse_checkpoint_save_seconds_sum")
     return Checkpoints(

@@ -300,7 +300,9 @@ class Registrar:
         registration.rows.update(rows)
         registration.is_allocated = True
         segments = [*own.values(), *settings.values(), *rows.values(), *shared.values()]
-        registration.reserved = _bytes_by_use(gradients=[*own.values(), *rows.values()], other=settings.values(), shared=shared)
+        registration.reserved = _bytes_by_use(
+            gradients=[*own.values(), *rows.values()], other=settings.values(), shared=shared
+        )
         extents, fds = pack(segments)
         self._send_to_peers(
             {

@@ -342,7 +342,9 @@ class Registration:
     )  # allocated by the home device; CONTROL and others
     recovered: RecoveredUpdates | None = None  # state of the group that the home device has kept
     num_logged_shards: int = 0  # shards in the devices' logs; on the home device
-    reserved: dict[str, int] = field(default_factory=dict)  # bytes that this device has reserved for it, by use
+    reserved: dict[str, int] = field(
+        default_factory=dict
+    )  # bytes that this device has reserved for it, by use
     is_replica_filled: bool = False  # whether the keeper's replica is complete
     is_allocated: bool = False
     is_active: bool = False
