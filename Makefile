@@ -105,7 +105,7 @@ clean:  ## Remove the environment, builds and caches; results in runs/ stay.
 # --no-compile: what is imported is compiled then; all of PyTorch, TensorFlow and Ray takes longer than installing them.
 $(INSTALLED): pyproject.toml setup.py $(NATIVE_SOURCES) | $(BIN)/python
 	@$(BIN)/python -c '$(HAS_TORCH)' 2>/dev/null || { echo "installing $(TORCH)"; $(BIN)/python -m pip install --no-compile $(TORCH); }
-	$(BIN)/python -m pip install --no-compile -e '.[torch,examples,trainers,checkpoint,plot,dev]'
+	$(BIN)/python -m pip install --no-compile -e '.[torch,examples,trainers,checkpoint,dashboard,plot,dev]'
 	@touch $@
 
 # A new environment sees the packages of $(PYTHON) only where PyTorch is one of them, for it is large. Where $(PYTHON)

@@ -87,3 +87,12 @@ def folder_to_write(text: str) -> Path:
     if not os.access(there_is, os.W_OK | os.X_OK):
         raise argparse.ArgumentTypeError(f"{text}: {there_is} cannot be written to")
     return path
+
+
+def port_number(text: str) -> int:
+    """Reads a port.
+
+    Raises:
+        argparse.ArgumentTypeError: If it is none.
+    """
+    return whole_number(text, "a port from 1 to 65535", 1, 65535)

@@ -105,6 +105,12 @@ def report(failure: WorkerExit, exits: Sequence[WorkerExit] = ()) -> str:
     return f"{failure}{_others(failure, exits)}\n{last_words}"
 
 
+def headline(failure: WorkerExit, exits: Sequence[WorkerExit] = ()) -> str:
+    """The first line of report() and the last line of the worker's last error, if any."""
+    said, *last_words = report(failure, exits).strip().splitlines()
+    return f"{said}: {last_words[-1].strip()}" if last_words else said
+
+
 def _others(failure: WorkerExit, exits: Sequence[WorkerExit]) -> str:
     """The other failed workers, and whether this failure caused theirs."""
     others = [ended for ended in exits if ended is not failure and ended.returncode != 0]

@@ -7,10 +7,12 @@ import secrets
 import shutil
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from coarse.cli.arguments import num_workers, seconds, whole_number
+from coarse.cli.arguments import file_to_write, num_workers, port_number, seconds, whole_number
+from coarse.cli.dashboard_process import DashboardOptions, dashboard, missing_package
 from coarse.cli.master_port import MasterPort
 from coarse.env import job_secret, process_environment
 from coarse.errors import CoarseError
@@ -19,7 +21,11 @@ from coarse.machine.host import read_cpu
 from coarse.profiler.start import AUTO, CACHED, OFF, REFRESH
 from coarse.settings import Declaration, Settings, declarations
 from coarse.startup.node_address import gloo_variables
+from coarse.status.address import job_id
 from coarse.timeline.part_files import parts_folder
+
+if TYPE_CHECKING:  # slow to import
+    from coarse.cli.supervisor import JobPlan
 
 _DESCRIPTION = """\
 Starts N workers on this node with RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT set,
@@ -53,6 +59,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     _add_launch_options(parser)
     _add_output_options(parser)
+    _add_dashboard_options(parser)
     _add_session_options(parser)
     parser.add_argument("script", metavar="SCRIPT", help="script, module or program of each worker")
     rest = parser.add_argument("script_args", metavar="...", nargs=argparse.REMAINDER, help="its arguments")
@@ -87,7 +94,11 @@ def _add_launch_options(parser: argparse.ArgumentParser) -> None:
         "--master-addr", "--master_addr", metavar="ADDR", help="address of node 0 (default: loopback)"
     )
     group.add_argument(
-        "--master-port", "--master_port", type=_port, metavar="PORT", help="MASTER_PORT (default: a free one)"
+        "--master-port",
+        "--master_port",
+        type=port_number,
+        metavar="PORT",
+        help="MASTER_PORT (default: a free one)",
     )
     group.add_argument(
         "--max-restarts",
@@ -140,6 +151,22 @@ def _add_output_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_dashboard_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("dashboard")
+    group.add_argument(
+        "--dashboard", action="store_true", help="serve a page that shows this node's part of the job"
+    )
+    group.add_argument(
+        "--dashboard-port", type=port_number, metavar="PORT", help="the same, at this port of loopback"
+    )
+    group.add_argument(
+        "--dashboard-record",
+        type=file_to_write,
+        metavar="FILE",
+        help="the same, and write what it shows to FILE, for `coarse dashboard --open FILE`",
+    )
+
+
 def _add_session_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("session", "each sets the variable that it names, for all workers")
     parser.add_argument(
@@ -175,9 +202,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace, master_port: MasterPort) -> int:
-    from coarse.cli.processes import run_guarded
-    from coarse.cli.supervisor import JobPlan, Supervisor
-    from coarse.wire.persistent_sessions import forget_job
+    from coarse.cli.supervisor import JobPlan
 
     fail: Callable[[str], NoReturn] = arguments.usage_error
     try:
@@ -196,17 +221,45 @@ def _run(arguments: argparse.Namespace, master_port: MasterPort) -> int:
             is_quiet=arguments.quiet,
             restart_variables=lambda attempt: restart_variables(master_port, attempt),
         )
+        options = _dashboard_options(arguments)
     except UsageError as error:
         fail(str(error))
     if not arguments.quiet:
         _announce_threads(plan.environments[0], plan.num_workers)
         _announce_machine(plan.environments[0])
     _prepare_timeline(Settings.from_environment(plan.environments[0]).timeline, arguments.nnodes)
+    if options is None:
+        return _run_job(plan, arguments.nnodes)
+    with dashboard(job_id(plan.job), options) as tell:
+        return _run_job(replace(plan, tell=tell), arguments.nnodes)
+
+
+def _run_job(plan: JobPlan, num_nodes: int) -> int:
+    from coarse.cli.processes import run_guarded
+    from coarse.cli.supervisor import Supervisor
+    from coarse.wire.persistent_sessions import forget_job
+
     try:
-        return run_guarded(lambda: Supervisor(plan).run(), shutdown_timeout_s=arguments.shutdown_timeout)
+        return run_guarded(lambda: Supervisor(plan).run(), shutdown_timeout_s=plan.shutdown_timeout_s)
     finally:
         forget_job(plan.job)  # needed if the supervisor was killed
-        _finish_timeline(Settings.from_environment(plan.environments[0]).timeline, arguments.nnodes)
+        _finish_timeline(Settings.from_environment(plan.environments[0]).timeline, num_nodes)
+
+
+def _dashboard_options(arguments: argparse.Namespace) -> DashboardOptions | None:
+    """What the command line says about the dashboard; None without one.
+
+    Raises:
+        UsageError: If a package is missing.
+    """
+    port, record = arguments.dashboard_port, arguments.dashboard_record
+    if not arguments.dashboard and port is None and record is None:
+        return None
+    if missing := missing_package():
+        raise UsageError(
+            f"--dashboard needs {missing}, which is not installed: pip install 'coarse-train[dashboard]'"
+        )
+    return DashboardOptions(port=port or 0, record=record)
 
 
 def command_of(arguments: argparse.Namespace) -> tuple[str, ...]:
@@ -414,10 +467,6 @@ def _announce_machine(environment: Mapping[str, str]) -> None:
             f"coarse run: emulated: links of {settings.machine}, {settings.time_dilation:g} times slower",
             file=sys.stderr,
         )
-
-
-def _port(text: str) -> int:
-    return whole_number(text, "a port from 1 to 65535", 1, 65535)
 
 
 def _num_nodes(text: str) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from coarse.cli.failure import WorkerExit, first_failure, report, reports_own_error, signal_name
+from coarse.cli.failure import WorkerExit, first_failure, headline, report, reports_own_error, signal_name
 from coarse.cli.output import Console, OutputPipe, Piece, StartupNotes, Tail, open_consoles
 from coarse.cli.processes import (
     FORWARDED_SIGNALS,
@@ -24,6 +24,7 @@ from coarse.cli.processes import (
     sweep,
 )
 from coarse.cli.run_notes import RunNotes
+from coarse.dashboard.samples import FAULT, JOB
 from coarse.env import Attempt
 from coarse.errors import CoarseError
 from coarse.machine.out_of_memory import OutOfMemoryWatch
@@ -67,6 +68,7 @@ class JobPlan:
         min_workers: Workers that suffice to go on after others have failed; 0 if the first failure ends all.
         restart_variables: Returns changed variables of every environment, given the number of the restart.
         is_quiet: Whether to say nothing about what the session decides and how the job went.
+        tell: Takes events for the dashboard: kind, as in coarse.dashboard.samples, and text.
     """
 
     command: tuple[str, ...]
@@ -80,6 +82,7 @@ class JobPlan:
     min_workers: int = 0
     restart_variables: Callable[[int], Mapping[str, str]] = lambda attempt: {}
     is_quiet: bool = False
+    tell: Callable[[str, str], None] = lambda kind, text: None
 
     def __post_init__(self) -> None:
         if not self.command or not self.environments:
@@ -363,7 +366,9 @@ class Supervisor:
         """Restarts all workers after the last one has ended. Kept memory devices survive."""
         self._num_restarts += 1
         failure = first_failure([worker.exit() for worker in self._ended])
-        self._say(f"coarse run: {failure}; restart {self._num_restarts} of {self._plan.max_restarts}\n")
+        restart = f"{failure}; restart {self._num_restarts} of {self._plan.max_restarts}"
+        self._plan.tell(FAULT, restart)
+        self._say(f"coarse run: {restart}\n")
         sweep(spared=persistent_pids(self._plan.job), reap=self._reap)
         self._is_failing = False
         self._lost = []
@@ -424,12 +429,15 @@ class Supervisor:
         failed = [f"worker {each.rank} lost" for each in lost] if not self._is_failing else []
         failed += [] if failure is None or failure.was_stopped else [f"worker {failure.rank} failed"]
         if summary := self._notes.summary(self._num_restarts, failed):
+            self._plan.tell(JOB, summary)
             self._say(f"coarse run: {summary}\n")
         if self._interrupted_by is not None and (failure is None or failure.was_stopped):
+            self._plan.tell(JOB, f"{self._why_interrupted()}; no worker is left")
             self._say(f"coarse run: {self._why_interrupted()}; no worker is left\n")
             return 128 + self._interrupted_by
         if failure is None:
             return 0
+        self._plan.tell(FAULT, headline(failure, exits))
         self._say(report(failure, exits))
         return failure.exit_code
 
