@@ -22,6 +22,8 @@ class Changes:
         self._before: Reading | None = None
         self._counted: Reading | None = None
         self._stalled: set[int] = set()
+        self._unheard: set[str] = set()
+        self._silent: set[str] = set()
         self._lost: set[str] = set()
         self._decided: tuple[str, ...] = ()
 
@@ -49,13 +51,15 @@ class Changes:
             yield JOB, f"{names} {_have(new)} begun"
 
     def _silence(self, reading: Reading) -> Iterator[tuple[str, str]]:
-        before = {} if self._before is None else _silent(self._before)
+        """Processes that have not answered twice in a row, and those of them that answer again."""
         now = _silent(reading)
-        for process in now.keys() - before.keys():
+        for process in sorted(now.keys() & self._unheard - self._silent):
             yield FAULT, f"{process} does not answer: {now[process]}"
-        alive = {each.address.process_with_pid for each in reading.answers}
-        for process in (before.keys() - now.keys()) & alive:
+        alive = {each.address.process_with_pid for each in reading.answers if each.report is not None}
+        for process in sorted(self._silent & alive):
             yield JOB, f"{process} answers again"
+        self._silent = now.keys() & (self._unheard | self._silent)
+        self._unheard = set(now)
 
     def _losses(self, reading: Reading) -> Iterator[tuple[str, str]]:
         reports = [each.report or {} for each in reading.answers]

@@ -13,6 +13,7 @@ from coarse.status.responder import METRICS, PLAN, Report
 
 _SAMPLE = re.compile(r"(\w+)\{(.*)\}")
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
+_PATIENCE_S = 2.0  # a busy processor is no fault
 
 
 class Counters:
@@ -91,7 +92,7 @@ def read(job: str) -> Reading:
         OSError: If the system does not list its sockets.
     """
     taken_s, time_s = time.monotonic(), time.time()
-    answers = tuple(ask(find_addresses(job)))
+    answers = tuple(ask(find_addresses(job), timeout_s=_PATIENCE_S))
     alive = [each for each in answers if each.report is not None]
     workers = [each for each in alive if each.address.role == WORKER]
     devices = [each for each in alive if each.address.role == MEMORY_DEVICE]

@@ -133,7 +133,7 @@ class Sampler:
             pid=answer.address.pid,
             state=_state(answer),
             doing=_doing(answer),
-            step=int(report.get("step", 0)),
+            step=int(report.get("step", self._last_step(rank, answer.address.pid))),
             waits_s=float(report.get("waits_s", 0.0)),
             step_s=times.step_s,
             compute_s=times.compute_s,
@@ -143,6 +143,11 @@ class Sampler:
             samples_per_s=samples_per_s,
             private_bytes=private_memory_bytes(answer.address.pid),
         )
+
+    def _last_step(self, rank: int, pid: int) -> int:
+        """The step that a process has told last, when it does not answer now."""
+        before = () if self._last is None else self._last.workers
+        return next((each.step for each in before if (each.rank, each.pid) == (rank, pid)), 0)
 
     def _device(self, number: int, answer: Answer, reading: Reading) -> Device:
         report, name = answer.report or {}, f"md{number}"

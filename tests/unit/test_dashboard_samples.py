@@ -187,14 +187,18 @@ def test_processes_that_come_and_go_are_told_in_one_line():
     assert texts(changes.follow(reading(3, *again)), JOB) == ["worker 5 has begun"]
 
 
-def test_a_process_that_does_not_answer_is_told_once_and_when_it_answers_again():
+def test_a_process_that_does_not_answer_twice_is_told_once_and_when_it_answers_again():
     changes = Changes()
-    changes.follow(reading(0, worker(0), worker(1)))
     silent = answer(WORKER, 1, state="it is stopped")
-    said = changes.follow(reading(1, worker(0), silent))
+    changes.follow(reading(0, worker(0), worker(1)))
+    assert changes.follow(reading(1, worker(0), silent)) == (), "it may be busy"
+    assert changes.follow(reading(2, worker(0), worker(1))) == ()
+    assert changes.follow(reading(3, worker(0), silent)) == ()
+    said = changes.follow(reading(4, worker(0), silent))
     assert texts(said, FAULT) == ["worker 1 (pid 2) does not answer: it is stopped"]
-    assert changes.follow(reading(2, worker(0), silent)) == ()
-    assert texts(changes.follow(reading(3, worker(0), worker(1))), JOB) == ["worker 1 (pid 2) answers again"]
+    assert changes.follow(reading(5, worker(0), silent)) == ()
+    assert texts(changes.follow(reading(6, worker(0), worker(1))), JOB) == ["worker 1 (pid 2) answers again"]
+    assert changes.follow(reading(7, worker(0), worker(1))) == ()
 
 
 def test_a_failure_is_told_once_whatever_number_of_devices_tell_it():
