@@ -33,6 +33,7 @@ from coarse.status.questions import Answer
 _SHORT_WAIT_S = 1.0
 _SLOW = 1.1
 _ELSEWHERE = "other nodes"
+_SNAPSHOTS = "snapshots"
 
 
 class Sampler:
@@ -119,7 +120,7 @@ class Sampler:
             workers=workers,
             devices=devices,
             links=tuple(self._links(reading)),
-            memory=tuple(_memory(workers, reading)),
+            memory=tuple(_memory(workers, devices, reading)),
             checkpoints=_checkpoints(counters),
             decisions=tuple(map(str, reading.plan.get("decisions", ()))),
             events=events,
@@ -225,17 +226,21 @@ def slowest_of(workers: Sequence[Worker]) -> tuple[int, str]:
     if slowest.own_s < _SLOW * usual_s:
         return -1, ""
     return slowest.rank, (
-        f"worker {slowest.rank} takes {slowest.own_s * 1e3:.0f} ms of its own for a step, the others "
-        f"{usual_s * 1e3:.0f} ms (median); they wait for it"
+        f"worker {slowest.rank} takes {_duration(slowest.own_s)} of its own for a step, the others "
+        f"{_duration(usual_s)} (median); they wait for it"
     )
 
 
-def _memory(workers: Sequence[Worker], reading: Reading) -> Iterator[Memory]:
+def _memory(workers: Sequence[Worker], devices: Sequence[Device], reading: Reading) -> Iterator[Memory]:
     for worker in workers:
         yield Memory(owner=f"worker {worker.rank}", what="private", num_bytes=worker.private_bytes)
-    for number, answer in reading.of(MEMORY_DEVICE).items():
-        for what, num_bytes in (answer.report or {}).get("reserved", {}).items():
-            yield Memory(owner=f"md{number}", what=what, num_bytes=num_bytes)
+    answers = reading.of(MEMORY_DEVICE)
+    for device in devices:
+        reserved = (answers[device.number].report or {}).get("reserved", {})
+        if _SNAPSHOTS in reserved:  # their address space is larger than their limit
+            reserved[_SNAPSHOTS] = device.pool_bytes
+        for what, num_bytes in reserved.items():
+            yield Memory(owner=f"md{device.number}", what=what, num_bytes=num_bytes)
 
 
 def _checkpoints(counters: Counters) -> Checkpoints:
@@ -252,3 +257,7 @@ def _checkpoints(counters: Counters) -> Checkpoints:
         written_bytes=int(counters.total("coarse_checkpoint_written_bytes_total")),
         save_s=seconds / count if count else 0.0,
     )
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

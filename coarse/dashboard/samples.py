@@ -115,7 +115,8 @@ class Memory:
 
     Args:
         owner: "worker 0" or "md0".
-        what: "private", or what a memory device has reserved it for: "gradients", "parameters", "states", "other".
+        what: "private", or what a memory device has reserved it for: "gradients", "parameters", "states", "copies"
+            for recovery, "snapshots" (old versions only), "other".
         num_bytes: Resident bytes of a worker; reserved bytes of a memory device.
     """
 

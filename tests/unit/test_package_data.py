@@ -48,3 +48,11 @@ def test_the_headers_of_tensorflows_ops_are_packed():
     headers = included_by(*(ROOT / "coarse/tensorflow").glob("*.cc"))
     assert headers
     assert headers <= packed_headers()
+
+
+def test_all_files_of_the_dashboards_page_are_packed():
+    page = ROOT / "coarse" / "dashboard" / "page"
+    packed = {path for pattern in PACKED["coarse.dashboard"] for path in page.parent.glob(pattern)}
+    files = {path for path in page.rglob("*") if path.is_file()}
+    assert page / "index.html" in files
+    assert files <= packed

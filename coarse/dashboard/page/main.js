@@ -185,9 +185,12 @@ function partTitle(kind, worker) {
   return `${kind}: ${format.duration(worker[`${kind}_s`])}${why}`;
 }
 
-function drawHistory(shown) {
-  const times = samples.map((sample) => sample.time_s);
-  const meanOf = (name) => samples.map((sample) => {
+function drawHistory(place) {
+  const begun = samples.findIndex((sample) => sample.phase !== "awaited");
+  const since = begun < 0 ? samples : samples.slice(begun);
+  const shown = Math.max(0, place - Math.max(0, begun));
+  const times = since.map((sample) => sample.time_s);
+  const meanOf = (name) => since.map((sample) => {
     const trained = sample.workers.filter((worker) => worker.step_s);
     return trained.reduce((sum, worker) => sum + worker[name], 0) / (trained.length || 1);
   });
@@ -195,7 +198,7 @@ function drawHistory(shown) {
   const within = faults.filter((time) => time >= times[0] && time <= times[times.length - 1]);
   const series = PARTS.map(([kind]) => ({ kind, values: meanOf(`${kind}_s`) }));
   drawChart(at("step-chart"), { times, series, shown, faults: within, label: format.duration, name: "Mean step of the workers" });
-  const carried = samples.map((sample) => sample.links.reduce((sum, link) => sum + link.bytes_per_s, 0));
+  const carried = since.map((sample) => sample.links.reduce((sum, link) => sum + link.bytes_per_s, 0));
   drawChart(at("rate-chart"), { times, series: [{ kind: "curve", values: carried }], shown, faults: within, label: format.rate, name: "All links together" });
 }
 
