@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
+from coarse.dashboard.readings import Counters, finished_steps, read_counters
 from coarse.status.address import WORKER, find_addresses
 from coarse.status.questions import Answer, ask
 from coarse.status.stacks import Stack
@@ -40,27 +41,46 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the status of a job, or lists the jobs if there are several; returns 1 if there is no such job."""
-    answers = ask(find_addresses(arguments.job), with_stacks=arguments.stacks)
-    jobs = {job: list(each) for job, each in itertools.groupby(answers, lambda answer: answer.address.job)}
-    if not jobs:
-        named = f"job {arguments.job}" if arguments.job else "job"
-        print(f"coarse status: no {named} of this user runs on this node", file=sys.stderr)
-        return 1
-    if len(jobs) > 1:
-        for job, of_job in jobs.items():
-            print(_summary(job, of_job))
-        print("\nName one of them: coarse status JOB")
-        return 0
+    jobs = by_job(ask(find_addresses(arguments.job), with_stacks=arguments.stacks))
+    if len(jobs) != 1:
+        return say_which("status", arguments.job, jobs)
     for line in describe_job(*jobs.popitem(), with_stacks=arguments.stacks):
         print(line)
+    return 0
+
+
+def by_job(answers: Sequence[Answer]) -> dict[str, list[Answer]]:
+    """The answers of each job, by its id."""
+    return {job: list(each) for job, each in itertools.groupby(answers, lambda answer: answer.address.job)}
+
+
+def say_which(command: str, named: str, jobs: Mapping[str, Sequence[Answer]]) -> int:
+    """Lists the jobs of which the user must name one, or says that there is none.
+
+    Args:
+        command: The sub-command that shows one job.
+        named: The beginning of a job's id that the user has given.
+        jobs: The answers of the jobs that begin so.
+
+    Returns:
+        The exit code.
+    """
+    if not jobs:
+        what = f"job {named}" if named else "job"
+        print(f"coarse {command}: no {what} of this user runs on this node", file=sys.stderr)
+        return 1
+    for job, answers in jobs.items():
+        print(_summary(job, answers))
+    print(f"\nName one of them: coarse {command} JOB")
     return 0
 
 
 def describe_job(job: str, answers: Sequence[Answer], *, with_stacks: bool) -> Iterator[str]:
     """The lines about one job."""
     yield _summary(job, answers)
+    counters = read_counters(answers) if any(map(_lacks_steps, answers)) else Counters({})
     for answer in answers:
-        yield f"{answer.address.process:<9} pid {answer.address.pid:<8} {_describe(answer)}"
+        yield f"{answer.address.process:<9} pid {answer.address.pid:<8} {_describe(answer, counters)}"
         for stack in answer.stacks if with_stacks else ():
             yield from _describe_stack(stack)
 
@@ -73,7 +93,11 @@ def _summary(job: str, answers: Sequence[Answer]) -> str:
     return f"job {job}: {', '.join([*programs, counts])}"
 
 
-def _describe(answer: Answer) -> str:
+def _lacks_steps(answer: Answer) -> bool:
+    return answer.report is not None and answer.report.get("step") == 0
+
+
+def _describe(answer: Answer, counters: Counters) -> str:
     report = answer.report
     if report is None:
         return answer.describe_place()
@@ -81,7 +105,15 @@ def _describe(answer: Answer) -> str:
         return f"serves workers {', '.join(map(str, report['serves']))}"
     if "step" not in report:
         return f"{'starts; ' if report.get('is_starting') else ''}{answer.describe_place()}"
-    return f"step {report['step']:<6} {_describe_wait(answer, report['waits_s'], report['waits_for'])}"
+    wait = _describe_wait(answer, report["waits_s"], report["waits_for"])
+    return f"{_describe_progress(answer, counters):<11} {wait}"
+
+
+def _describe_progress(answer: Answer, counters: Counters) -> str:
+    """Finished steps. A loop of all_reduce() alone has none: the pushed shards say whether it goes on."""
+    steps = finished_steps(answer, counters)
+    shards = counters.total("coarse_pushed_shards_total", worker=str(answer.address.number))
+    return f"step {steps}" if steps or not shards else f"step 0, {shards:.0f} shards pushed"
 
 
 def _describe_wait(answer: Answer, waits_s: float, waits_for: str) -> str:

@@ -46,6 +46,11 @@ class Pace:
         while len(self._readings) > 2 and self._is_enough(self._readings[1]):
             self._readings.popleft()
 
+    @property
+    def counters(self) -> Counters:
+        """The newest metrics; empty before the first ones."""
+        return self._ends()[1]
+
     def rates(self, name: str, *by: str) -> dict[tuple[str, ...], float]:
         """Growth per second of a counter's sums by some of its labels; 0.0 before the second reading."""
         first, last = (each.by(name, *by) for each in self._ends())

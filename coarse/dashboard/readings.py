@@ -83,8 +83,6 @@ class Reading:
 def read(job: str) -> Reading:
     """Asks the processes of a job on this node.
 
-    Memory devices are asked for the metrics first, because their answers cost training processes no time.
-
     Args:
         job: The beginning of the job's id.
 
@@ -93,13 +91,31 @@ def read(job: str) -> Reading:
     """
     taken_s, time_s = time.monotonic(), time.time()
     answers = tuple(ask(find_addresses(job), timeout_s=_PATIENCE_S))
-    alive = [each for each in answers if each.report is not None]
-    workers = [each for each in alive if each.address.role == WORKER]
-    devices = [each for each in alive if each.address.role == MEMORY_DEVICE]
-    metrics = _first_answer([*devices[:1], *workers], METRICS)
-    plan = _first_answer(workers, PLAN)
-    counters = Counters(metrics.get("metrics", {}))
+    plan = _first_answer(_alive(answers, WORKER), PLAN)
+    counters = read_counters(answers)
     return Reading(taken_s=taken_s, time_s=time_s, answers=answers, counters=counters, plan=plan)
+
+
+def read_counters(answers: Iterable[Answer]) -> Counters:
+    """The metrics of a node.
+
+    Memory devices are asked first, because their answers cost training processes no time.
+
+    Args:
+        answers: Of a job's processes.
+    """
+    asked = [*_alive(answers, MEMORY_DEVICE)[:1], *_alive(answers, WORKER)]
+    return Counters(_first_answer(asked, METRICS).get("metrics", {}))
+
+
+def finished_steps(answer: Answer, counters: Counters) -> int:
+    """A worker's steps, as its session says, or else, as with TensorFlow, as native code has timed them."""
+    said = int((answer.report or {}).get("step", 0))
+    return said or int(counters.total("coarse_step_seconds_count", worker=str(answer.address.number)))
+
+
+def _alive(answers: Iterable[Answer], role: str) -> list[Answer]:
+    return [each for each in answers if each.report is not None and each.address.role == role]
 
 
 def _first_answer(answers: Iterable[Answer], question: str) -> Report:

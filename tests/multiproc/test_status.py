@@ -19,6 +19,7 @@ from run_harness import all_end_within, environment, spawned
 from test_faults import Telling, floats
 from test_security import NOBODY, needs_root
 
+from coarse.cli.status import describe_job
 from coarse.status.address import MEMORY_DEVICE, WORKER, Address, find_addresses, job_id
 from coarse.status.questions import ask
 from coarse.status.responder import Responder
@@ -257,6 +258,20 @@ def test_a_session_answers_until_it_is_closed(job):
         return [each.number for each in mine], [each for each in find_addresses() if each.pid == os.getpid()]
 
     assert job.run(2, worker) == [[[0], []], [[1], []]]
+
+
+def test_a_loop_of_all_reduce_alone_shows_that_it_goes_on(job):
+    def worker(me):
+        with me.join() as session:
+            for _ in range(5):
+                session.all_reduce(np.ones(4))
+            (own,) = [each for each in find_addresses() if each.pid == os.getpid()]
+            said = list(describe_job(own.job, ask([own]), with_stacks=False))
+            session.barrier()
+            return said[1]
+
+    for said in job.run(2, worker):
+        assert int(re.search(r" step 0, (\d+) shards pushed ", said)[1]) >= 5
 
 
 def test_a_stopped_memory_device_is_named_in_the_notice(job):

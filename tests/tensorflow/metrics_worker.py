@@ -17,6 +17,9 @@ import keras
 import numpy as np
 
 import coarse.tensorflow
+from coarse.cli.status import describe_job
+from coarse.status.address import find_addresses
+from coarse.status.questions import ask
 
 ROWS, BATCH, EPOCHS, EVERY = 52, 8, 2, 3
 
@@ -25,6 +28,11 @@ def scrape() -> str:
     url = f"http://127.0.0.1:{os.environ['COARSE_METRICS_PORT']}/metrics"
     with urllib.request.urlopen(url, timeout=60) as answer:
         return str(answer.read().decode())
+
+
+def status() -> list[str]:
+    (own,) = [each for each in find_addresses() if each.pid == os.getpid()]
+    return list(describe_job(own.job, ask(find_addresses(own.job)), with_stacks=False))
 
 
 def main() -> None:
@@ -48,7 +56,8 @@ def main() -> None:
     )
     strategy.extended._meet("the end of training")
     if strategy.rank == 0:
-        (folder / "metrics.json").write_text(json.dumps({"scraped": scrape(), "told": told}))
+        found = {"scraped": scrape(), "told": told, "status": status()}
+        (folder / "metrics.json").write_text(json.dumps(found))
     strategy.extended._meet("the end of scraping")
 
 

@@ -47,6 +47,13 @@ def test_a_node_of_keras_workers_is_scraped(folder):
     assert of("coarse_world_size") == [2, 2]
 
 
+def test_coarse_status_knows_the_step(folder):
+    said = json.loads((folder / "metrics.json").read_text())["status"]
+    assert [f" step {BATCHES - 1} " in line for line in said if line.startswith("worker ")] == [True, True], (
+        said
+    )
+
+
 def test_the_callback_reports_to_a_function(folder):
     told = json.loads((folder / "metrics.json").read_text())["told"]
     assert {step for _, _, step in told} == {EVERY * (i + 1) for i in range(BATCHES // EVERY)}
