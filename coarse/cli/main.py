@@ -26,6 +26,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
     {
         "run": "coarse.cli.run",
         "status": "coarse.cli.status",
+        "top": "coarse.cli.top",
         "dashboard": "coarse.cli.dashboard",
         "doctor": "coarse.cli.doctor",
         "device": "coarse.cli.device",

@@ -1,0 +1,178 @@
+"""`coarse top`: the essentials of a running job in the terminal, renewed while the job runs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import select
+import sys
+import termios
+import time
+import tty
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from coarse.cli.arguments import seconds
+from coarse.cli.main import ToldToEnd
+from coarse.cli.status import by_job, say_which
+from coarse.dashboard.sampler import Sampler
+from coarse.dashboard.samples import JOB, RUNS, Event, Sample
+from coarse.status.address import find_addresses
+from coarse.status.questions import ask
+
+if TYPE_CHECKING:  # slow to import
+    from rich.console import Console
+
+_DESCRIPTION = """\
+Shows what limits a running job of this node, and renews it every second:
+workers with their step times and who is slow, memory devices, links with what
+they carry and can carry, and events. `q` or Ctrl-C ends it; it also ends with
+the job. Without a terminal it prints once."""
+
+_EPILOG = """\
+examples:
+  coarse top                  the only job of this node
+  coarse top 7ce4 --every 5   one of several, every five seconds
+  coarse top --once | less    one reading, as plain text"""
+
+_PLAIN_WIDTH = 160
+_PLAIN_ROWS = 256
+_KEPT_EVENTS = 5
+_LINES_BESIDE_ROWS = 9 + _KEPT_EVENTS  # heading, headers, empty lines, who is slow
+_NUM_TABLES = 3
+_LEAST_ROWS = 2
+_LEAST_INTERVAL_S = 0.1
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds `top` to the `coarse` command."""
+    parser = subparsers.add_parser(
+        "top",
+        help="show steps, memory devices and links of a running job, renewed",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "job",
+        metavar="JOB",
+        nargs="?",
+        default="",
+        help="id of the job, or its beginning (default: the only one)",
+    )
+    parser.add_argument(
+        "--every",
+        type=_interval,
+        default=1.0,
+        metavar="SECONDS",
+        help="time between two readings (default: %(default)g)",
+    )
+    parser.add_argument("--once", action="store_true", help="print one reading, and end")
+    parser.set_defaults(handler=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Shows the only job that is meant, or lists the jobs; returns 1 if there is no such job."""
+    jobs = by_job(ask(find_addresses(arguments.job)))
+    if len(jobs) != 1:
+        return say_which("top", arguments.job, jobs)
+    (job,) = jobs
+    events: deque[Event] = deque(maxlen=_KEPT_EVENTS)
+    samples = _samples(Sampler(job), events)
+    if arguments.once or not sys.stdout.isatty():
+        return _print_once(samples, events, job, arguments.every)
+    from coarse.cli.top_view import describe_event
+
+    if _show(samples, events, arguments.every):
+        print("\n".join([f"coarse top: job {job} has ended", *map(describe_event, events)]))
+    return 0
+
+
+def _interval(text: str) -> float:
+    if (interval_s := seconds(text)) < _LEAST_INTERVAL_S:
+        raise argparse.ArgumentTypeError(f"{text!r} is less than {_LEAST_INTERVAL_S:g} s")
+    return interval_s
+
+
+def _samples(sampler: Sampler, events: deque[Event]) -> Iterator[Sample]:
+    """Samples of the job while it runs; `events` receives its events. The first sample knows of no change."""
+    is_first = True
+    while True:
+        sample = sampler.sample()
+        events.extend(each for each in sample.events if not (is_first and each.kind == JOB))
+        is_first = False
+        if sample.phase != RUNS:
+            return
+        yield sample
+
+
+def _print_once(samples: Iterator[Sample], events: Sequence[Event], job: str, every_s: float) -> int:
+    """Prints the second sample, because rates need two."""
+    from rich.console import Console
+
+    from coarse.cli.top_view import view
+
+    first = next(samples, None)
+    time.sleep(every_s)
+    sample = next(samples, first)
+    if sample is None:
+        print(f"coarse top: job {job} has ended", file=sys.stderr)
+        return 1
+    console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH, highlight=False)
+    console.print(view(sample, events, most_rows=_PLAIN_ROWS))
+    return 0
+
+
+def _show(samples: Iterator[Sample], events: Sequence[Event], every_s: float) -> bool:
+    """Renews the screen until the job ends; False if the user presses q or Ctrl-C before."""
+    from rich.console import Console
+    from rich.live import Live
+
+    from coarse.cli.top_view import view
+
+    console = Console(highlight=False)
+    try:
+        with _Keys() as keys, Live(console=console, screen=True, auto_refresh=False) as live:
+            for sample in samples:
+                live.update(view(sample, events, most_rows=_most_rows(console)), refresh=True)
+                if keys.is_pressed("q", every_s):
+                    return False
+    except ToldToEnd:
+        raise
+    except KeyboardInterrupt:
+        return False
+    return True
+
+
+def _most_rows(console: Console) -> int:
+    return max(_LEAST_ROWS, (console.height - _LINES_BESIDE_ROWS) // _NUM_TABLES)
+
+
+class _Keys:
+    """Single keys of the terminal, within a `with` block; Ctrl-C and Ctrl-Z stay signals."""
+
+    def __init__(self) -> None:
+        self._fd = sys.stdin.fileno() if sys.stdin.isatty() else -1
+
+    def __enter__(self) -> _Keys:
+        if self._fd >= 0:
+            self._before = termios.tcgetattr(self._fd)
+            tty.setcbreak(self._fd)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._fd >= 0:
+            termios.tcsetattr(self._fd, termios.TCSADRAIN, self._before)
+
+    def is_pressed(self, key: str, timeout_s: float) -> bool:
+        """Waits at most `timeout_s` for a key; True also if the terminal is gone."""
+        if self._fd < 0:
+            time.sleep(timeout_s)
+            return False
+        until_s = time.monotonic() + timeout_s
+        while select.select([self._fd], [], [], max(0.0, until_s - time.monotonic()))[0]:
+            typed = os.read(self._fd, 64).decode(errors="ignore").lower()
+            if not typed or key in typed:
+                return True
+        return False
