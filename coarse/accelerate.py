@@ -19,6 +19,7 @@ from accelerate.utils import DistributedDataParallelKwargs, DistributedType
 from torch.distributed.algorithms.join import Join, Joinable
 
 from coarse.torch import DistributedDataParallel
+from coarse.torch.batches import count_forwards
 from coarse.torch.optimizer.trainers import OptimizerOffloading
 
 _DATA_PARALLEL = (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
@@ -82,8 +83,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             handler.register_comm_hook(wrapped)
         del placed._is_accelerate_prepared  # it may be prepared again once it is unwrapped
         wrapped._is_accelerate_prepared = True
+        self._count_samples(wrapped)
         # accelerate stores the unwrapped models, so its saved files have no wrapper.
         return self._offloading.add_model(wrapped)
+
+    def _count_samples(self, model: DistributedDataParallel) -> None:
+        """Counts samples of a prepared model in the session's metrics."""
+        count_forwards(model)
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None

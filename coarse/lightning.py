@@ -16,6 +16,7 @@ from lightning.fabric import strategies as fabric
 from lightning.pytorch import strategies
 
 from coarse.torch import DistributedDataParallel
+from coarse.torch.batches import count_batch, count_forwards
 from coarse.torch.optimizer.trainers import OptimizerOffloading, parameters_of
 
 NAME = "coarse"
@@ -58,6 +59,11 @@ class CoarseStrategy(strategies.DDPStrategy):  # type: ignore[misc]
                 f"Trainer(gradient_clip_val={trainer.gradient_clip_val})", parameters
             )
         self._watch_clipping()
+
+    def training_step(self, batch: Any, *arguments: Any, **keywords: Any) -> Any:
+        """Called by the trainer, not meant for users; counts the batch as samples in the session's metrics."""
+        count_batch(batch)
+        return super().training_step(batch, *arguments, **keywords)
 
     def _watch_clipping(self) -> None:
         """Makes LightningModule.clip_gradients() raise as well: modules may call it despite the trainer's options."""
@@ -103,9 +109,9 @@ class CoarseFabricStrategy(fabric.DDPStrategy):  # type: ignore[misc]
     def setup_module(self, module: torch.nn.Module) -> DistributedDataParallel:
         """Called by Fabric; not meant for users."""
         device_ids = self._determine_ddp_device_ids()
-        return self._offloading.add_model(
-            DistributedDataParallel(module, device_ids=device_ids, **self._ddp_kwargs)
-        )
+        wrapped = DistributedDataParallel(module, device_ids=device_ids, **self._ddp_kwargs)
+        count_forwards(wrapped)
+        return self._offloading.add_model(wrapped)
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Called by Fabric; not meant for users."""

@@ -15,10 +15,9 @@ from typing import Any
 import torch
 import transformers
 from accelerate.utils import DistributedDataParallelKwargs
-from transformers.trainer_pt_utils import find_batch_size
 
 from coarse.accelerate import Accelerator
-from coarse.torch.session import metrics_of_default_group
+from coarse.torch.batches import count_batch
 
 
 class Trainer(transformers.Trainer):  # type: ignore[misc]
@@ -51,11 +50,14 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     def training_step(self, model: torch.nn.Module, inputs: Any, *arguments: Any, **keywords: Any) -> Any:
         """Also counts the batch's rows as samples in the session's metrics."""
-        metrics_of_default_group().add("coarse_samples_total", find_batch_size(inputs) or 0)
+        count_batch(inputs)
         return super().training_step(model, inputs, *arguments, **keywords)
 
 
 class _TrainersAccelerator(Accelerator):
+    def _count_samples(self, model: torch.nn.Module) -> None:
+        """Does nothing: the trainer counts them."""
+
     def _view_of_gradients(self, handler: DistributedDataParallelKwargs) -> dict[str, bool]:
         """Always uses views: transformers has no setting for it, and only its own loop reads the gradients."""
         return {"gradient_as_bucket_view": True}

@@ -22,16 +22,17 @@ class MetricsWriter:
         """The same for native code."""
         self._is_on = native is not None
 
-    def add(self, name: str, amount: int = 1, *, label: str = "") -> None:
+    def add(self, name: str, amount: int = 1, *, label: str = "", device: int = 0) -> None:
         """Adds to a counter.
 
         Args:
             name: Name of the metric.
             amount: What to add; nanoseconds if it counts seconds.
-            label: The value of its label, if it has one.
+            label: The value of its label, if it has one besides `device`.
+            device: The number of the memory device, if it has that label.
         """
         if self._is_on:
-            self.native.add(DECLARATIONS[name].number, amount, _series(name, label))
+            self.native.add(DECLARATIONS[name].number, amount, _series(name, label, device))
 
     def set(self, name: str, value: int, *, label: str = "") -> None:
         """Sets a gauge; or a counter that something else counts, in nanoseconds if it counts seconds."""
@@ -53,8 +54,9 @@ class MetricsWriter:
             self.observe("coarse_wait_seconds", time.monotonic() - began_s, label="request")
 
 
-def _series(name: str, value: str) -> int:
+def _series(name: str, value: str, device: int = 0) -> int:
+    """The number of a series: `device` is the first label of all metrics that have it."""
     if not value:
         return 0
-    (label,) = DECLARATIONS[name].labels
-    return label_values(label, 0).index(value)
+    values = label_values(DECLARATIONS[name].labels[-1], 0)
+    return device * len(values) + values.index(value)

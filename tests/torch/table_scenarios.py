@@ -271,6 +271,22 @@ def a_hundredth_of_a_table_takes_a_hundredth_of_its_traffic(context: Context) ->
 
 
 @table_scenario(compare=False)
+def pushed_rows_are_counted_in_bytes(context: Context) -> Any:
+    def pushed() -> float:
+        return model.session.metrics().total("coarse_pushed_bytes_total", worker=str(context.rank))
+
+    module = Lookup()
+    model = wrap(context, module)
+    before = pushed()
+    backward(context, module, loss_of(model, context, 0))
+    tokens = tokens_of(context, 0)
+    num_rows = len(tokens.unique()) + len((tokens[:, 0] % 300).unique())
+    dense_bytes = sum(parameter.nbytes for parameter in module.after.parameters())
+    counts_bytes = 2 * 8  # the numbers of rows of both tables are added up first
+    assert pushed() - before == num_rows * (8 + 4 * WIDTH) + dense_bytes + counts_bytes
+
+
+@table_scenario(compare=False)
 def what_does_not_go_with_rows_is_refused(context: Context) -> Any:
     from coarse.torch import DistributedOptimizer
 

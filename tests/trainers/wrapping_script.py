@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning
@@ -23,6 +24,7 @@ from coarse.accelerate import Accelerator
 from coarse.lightning import CoarseFabricStrategy, CoarseStrategy
 from coarse.torch import DistributedOptimizer
 from coarse.torch.checkpoint import Checkpointer
+from coarse.torch.session import session_of_group
 from coarse.transformers import Trainer
 
 SAMPLES = 8
@@ -84,6 +86,19 @@ def data(rank: int) -> torch.Tensor:
     return torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(rank))
 
 
+def num_counted() -> float:
+    metrics = session_of_group(dist.group.WORLD).session.metrics()
+    return metrics.total("coarse_samples_total", worker=str(dist.get_rank()))
+
+
+@contextlib.contextmanager
+def counting(num_samples: int) -> Iterator[None]:
+    """That this worker counts so many samples within the block."""
+    before = num_counted()
+    yield
+    assert num_counted() - before == num_samples
+
+
 def with_accelerate() -> None:
     handler = DistributedDataParallelKwargs(find_unused_parameters=True)
     accelerator = Accelerator(cpu=True, kwargs_handlers=[handler], gradient_accumulation_steps=2)
@@ -95,12 +110,17 @@ def with_accelerate() -> None:
     assert not model.gradient_as_bucket_view  # as the handler says
     check_saved_state(accelerator, model)
     assert accelerator.prepare(model) is model
-    for inputs in data(accelerator.process_index).split(2):
-        with accelerator.accumulate(model):
-            accelerator.backward(model(inputs).square().mean())
-            accelerator.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
+    with counting(SAMPLES):
+        for inputs in data(accelerator.process_index).split(2):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(inputs).square().mean())
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+        with torch.no_grad():
+            model(inputs)
+        model.eval()(inputs)
+        model.train()
     check_agreement(model, "Accelerate")
     rounding = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)
     accelerator = Accelerator(cpu=True, kwargs_handlers=[rounding])
@@ -156,12 +176,12 @@ def with_transformers() -> None:
         )
         samples = [{"inputs": row} for row in data(0)]
         trainer = Trainer(module, arguments, train_dataset=samples)
+        before = num_counted()
         trainer.train()
     assert type(trainer.model_wrapped) is coarse.torch.DistributedDataParallel
     assert trainer.model_wrapped.gradient_as_bucket_view
     check_agreement(module, "transformers")
-    metrics = trainer.model_wrapped.session.metrics()
-    assert metrics.total("coarse_samples_total", worker=str(rank)) == sum(rows) > 0
+    assert num_counted() - before == sum(rows) > 0
     trainer.model_wrapped.close()
 
 
@@ -170,7 +190,8 @@ def with_lightning() -> None:
     module = Regression()
     flags = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = lightning.Trainer(strategy="coarse", accelerator="cpu", devices=2, max_steps=3, **flags)
-    trainer.fit(module, torch.utils.data.DataLoader(data(0), batch_size=2))
+    with counting(3 * 2):
+        trainer.fit(module, torch.utils.data.DataLoader(data(0), batch_size=2))
     check_agreement(module, "Lightning")
     strategy = CoarseStrategy(ddp_comm_hook=default_hooks.bf16_compress_hook)
     trainer = lightning.Trainer(strategy=strategy, accelerator="cpu", devices=2, max_steps=3, **flags)
@@ -251,13 +272,14 @@ def trained_by_fabric(offload_optimizer: bool) -> nn.Module:
     module = nn.Linear(4, 1)
     model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters(), lr=0.1))
     assert isinstance(optimizer.optimizer, DistributedOptimizer) is offload_optimizer
-    for step, inputs in enumerate(data(fabric.global_rank).split(2)):
-        with fabric.no_backward_sync(model, enabled=step == 2):
-            fabric.backward(model(inputs).square().mean())
-        if step != 2:
-            fabric.clip_gradients(model, optimizer, max_norm=0.1)
-            optimizer.step()
-            optimizer.zero_grad()
+    with counting(SAMPLES):
+        for step, inputs in enumerate(data(fabric.global_rank).split(2)):
+            with fabric.no_backward_sync(model, enabled=step == 2):
+                fabric.backward(model(inputs).square().mean())
+            if step != 2:
+                fabric.clip_gradients(model, optimizer, max_norm=0.1)
+                optimizer.step()
+                optimizer.zero_grad()
     return module
 
 

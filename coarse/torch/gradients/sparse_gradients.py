@@ -11,8 +11,9 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
-from coarse.client.memory.row_memory import RowMemory, Rows
+from coarse.client.memory.row_memory import NUMBER_BYTES, RowMemory, Rows
 from coarse.client.tensor_group import TensorGroup
+from coarse.schema import ITEM_BYTES
 from coarse.session import AnyTensorGroup, Session
 
 
@@ -43,6 +44,7 @@ class SparseGradients:
         self.are_there = bool(self._tables)
         """Whether any gradient is sparse."""
         self._held: dict[int, torch.Tensor] = {}
+        self._shard_bytes = _sizes_of_shards(group) if self._tables and isinstance(group, TensorGroup) else {}
 
     def __contains__(self, index: object) -> bool:
         return index in self._is_table
@@ -73,6 +75,7 @@ class SparseGradients:
         held, self._held = self._held, {}
         for index, gradient in held.items():
             _write(self._row_memory.give(index, gradient._nnz()), gradient)
+            self._count_bytes(index, gradient._nnz())
         return list(held)
 
     def deliver(self, contributors: Sequence[int]) -> None:
@@ -115,10 +118,25 @@ class SparseGradients:
         rows = self._rows_of(index, gradient)
         _write(self._row_memory.replace_mean(index, rows._nnz()), rows)
 
+    def _count_bytes(self, index: int, num_rows: int) -> None:
+        """Counts pushed rows with their numbers; native code counts all other tensors."""
+        spec, settings = self._group.specs[index], self._session.settings
+        is_small = settings.sync_algorithm == "auto" and spec.nbytes <= settings.gather_bytes
+        self._session.metrics_writer.add(
+            "coarse_pushed_bytes_total",
+            num_rows * (NUMBER_BYTES + spec.row_elements * ITEM_BYTES[spec.dtype]),
+            label="gather" if is_small or settings.sync_algorithm == "gather" else "direct",
+            device=self._table_group.routing.route(self._shard_bytes[index]),
+        )
+
+    @property
+    def _table_group(self) -> TensorGroup:
+        assert isinstance(self._group, TensorGroup)
+        return self._group
+
     @property
     def _row_memory(self) -> RowMemory:
-        assert isinstance(self._group, TensorGroup)
-        return self._group.rows
+        return self._table_group.rows
 
     def _rows_of(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
         name, parameter = self._parameters[index]
@@ -133,6 +151,11 @@ class SparseGradients:
                 f"{gradient.dtype} {list(gradient.shape)}. Convert the model before wrapping it."
             )
         return gradient.detach().coalesce()
+
+
+def _sizes_of_shards(group: TensorGroup) -> dict[int, int]:
+    """Bytes of one shard of each tensor; all shards of a table are about equal."""
+    return dict(zip(group.tensors_of_shards(), group.shard_sizes(), strict=True))
 
 
 def find_tables(module: torch.nn.Module) -> set[torch.nn.Parameter]:
