@@ -249,9 +249,10 @@ TEST_P(LostClient, LeavesTheOthersWithEqualResultsWhenItEndsAtAnyTime) {
         }
         for (const std::uint32_t tensor : {0, 1}) job.pull(client, tensor);
         // Whether or not others have pushed the next step.
-        if (client != lost)
+        if (client != lost) {
           EXPECT_EQ(job.cluster.client(client).standIns(kGroup),
                     step <= (numPushed + 1) / 2 ? Clients{} : Clients{lost});
+        }
         Clients all(numClients), others;
         std::iota(all.begin(), all.end(), 0);
         std::copy_if(all.begin(), all.end(), std::back_inserter(others), [&](auto c) { return c != lost; });
