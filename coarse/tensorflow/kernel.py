@@ -1,40 +1,24 @@
-"""The TensorFlow op that reduces tensors in graphs; built at first use for the installed TensorFlow."""
+"""The TensorFlow op that reduces tensors in graphs."""
 
 from __future__ import annotations
 
 import ctypes
-import fcntl
-import functools
-import hashlib
 import logging
-import shlex
-import subprocess
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import platformdirs
 import tensorflow as tf
 from tensorflow.python.framework import auto_control_deps, ops
 
-import coarse.kernels
 from coarse.env import compiler_command
-from coarse.errors import CoarseError
 from coarse.tensorflow.collectives import Collectives
+from coarse.tensorflow.op_library import KernelBuildError, build_library, prebuilt_path
 
 logger = logging.getLogger(__name__)
 
-_SOURCE = Path(__file__).with_name("reduce_op.cc")
-_INCLUDE = Path(coarse.kernels.__file__).with_name("include")
-_INTERFACE = _INCLUDE / "coarse" / "client" / "async_reducer_interface.h"
-_BUILD_TIMEOUT_S = 300.0
 _UNORDERED = frozenset({"CoarseReduce", "CoarseReduceRows", "CoarseUpdate"})
 """Stateful ops that each tf.function may run concurrently, as with TensorFlow's own collectives."""
-
-
-class KernelBuildError(CoarseError):
-    """The op could not be built: there is no compiler, or it failed."""
 
 
 class ReduceKernel:
@@ -112,14 +96,16 @@ class ReduceKernel:
 
 
 def load_kernel(collectives: Collectives, number: int) -> ReduceKernel | None:
-    """Returns the op, and builds it if necessary; returns None with a warning if it cannot be built.
+    """Returns the op of the wheel, or builds it if necessary; returns None with a warning if it cannot be built.
 
     Args:
         collectives: The session's collectives.
         number: Distinguishes the sessions of this process.
     """
     try:
-        return ReduceKernel(build_library(" ".join(compiler_command()) or "g++"), collectives, number)
+        return _prebuilt_kernel(collectives, number) or ReduceKernel(
+            build_library(" ".join(compiler_command()) or "g++"), collectives, number
+        )
     except (KernelBuildError, OSError, tf.errors.NotFoundError) as error:
         logger.warning(
             "coarse.tensorflow: tensors are reduced through Python, which is slower, because the op cannot be "
@@ -129,47 +115,15 @@ def load_kernel(collectives: Collectives, number: int) -> ReduceKernel | None:
         return None
 
 
-@functools.cache
-def build_library(compiler: str) -> Path:
-    """Returns the shared library of the op for this TensorFlow; the first call takes half a minute.
-
-    Args:
-        compiler: The C++ compiler.
-
-    Raises:
-        KernelBuildError: If it cannot be built.
-    """
-    command = [*shlex.split(compiler), "-std=c++17", "-O2", "-w", "-fPIC", "-shared", f"-I{_INCLUDE}"]
-    command += tf.sysconfig.get_compile_flags()
-    links = tf.sysconfig.get_link_flags()
-    ingredients = [tf.__version__, *command, *links, _SOURCE.read_text(), _INTERFACE.read_text()]
-    name = hashlib.sha256("\0".join(ingredients).encode()).hexdigest()[:24]
-    directory = Path(platformdirs.user_cache_dir("coarse"), "tensorflow")
-    library = directory / f"reduce_op-{tf.__version__}-{name}.so"
-    if library.exists():
-        return library
-    directory.mkdir(parents=True, exist_ok=True)
-    with (directory / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # one worker of the node builds, the others wait for it
-        if not library.exists():
-            _build(command, links, library)
-    return library
-
-
-def _build(command: Sequence[str], links: Sequence[str], library: Path) -> None:
-    """Compiles to a temporary file, which is renamed to `library` when it is complete."""
-    logger.info("coarse.tensorflow: building %s", library)
-    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
-        built = Path(scratch, library.name)
-        try:
-            done = subprocess.run(
-                [*command, str(_SOURCE), "-o", str(built), *links],
-                capture_output=True,
-                text=True,
-                timeout=_BUILD_TIMEOUT_S,
-            )
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise KernelBuildError(f"{error}; install g++ (apt install g++)") from error
-        if done.returncode != 0:
-            raise KernelBuildError(f"{command[0]} says: {done.stderr.strip()[-500:]}")
-        built.replace(library)
+def _prebuilt_kernel(collectives: Collectives, number: int) -> ReduceKernel | None:
+    """The op that the wheel has for this TensorFlow; None if it has none, or if that cannot be loaded."""
+    path = prebuilt_path()
+    if not path.exists():
+        return None
+    try:
+        return ReduceKernel(path, collectives, number)
+    except (OSError, tf.errors.NotFoundError) as error:
+        logger.warning(
+            "coarse.tensorflow: the op is built here, because that of the wheel does not load: %s", error
+        )
+        return None

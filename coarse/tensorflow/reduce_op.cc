@@ -1,10 +1,10 @@
 // The TensorFlow ops CoarseReduce, CoarseReduceRows and CoarseUpdate: a tensor, or rows of a table, reduced
 // over all workers by the AsyncReducer and AsyncRows of an open session.
 //
-// Built for the TensorFlow that is installed (coarse/tensorflow/kernel.py). Asynchronous, and not run in the
-// order of the program, so that any number of tensors are under way at once, in whatever order the graph
-// comes to them; `key` says which tensor it is. Stateful: what all workers contribute is no constant, even
-// where a worker's own is.
+// Built for the TensorFlow that is installed (coarse/tensorflow/op_library.py). Asynchronous, and not run
+// in the order of the program, so that any number of tensors are under way at once, in whatever order the
+// graph comes to them; `key` says which tensor it is. Stateful: what all workers contribute is no constant,
+// even where a worker's own is.
 
 #include <cstdint>
 #include <cstring>

@@ -7,6 +7,7 @@ additions, so results must be bitwise equal.
 from __future__ import annotations
 
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -239,6 +240,35 @@ def test_what_killed_compilers_left_goes_with_the_next(
         with pytest.raises(building.BuildError, match="false cannot compile it"):
             building.build()
     assert [path.name for path in target.parent.glob("*-build-*")] == [other.name]
+
+
+def test_the_wheels_backend_is_loaded_if_it_is_for_this_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(building, "_PREBUILT", tmp_path)
+    own = building.prebuilt_path(EXTENSION_SUFFIXES[0])
+    own.with_name(own.name.replace("-torch2", "-torch1")).write_text("not looked at")
+    assert building.prebuilt() is None
+    assert not caplog.messages
+    own.write_text("no library")
+    assert building.prebuilt() is None
+    assert "is compiled here, because that of the wheel does not load" in caplog.text
+    own.unlink()
+    shutil.copy(building.build(), own)
+    assert building.prebuilt().__file__ == str(own)
+
+
+def test_without_a_compiler_an_error_names_the_torch_of_the_wheel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(building, "_PREBUILT", tmp_path)
+    (tmp_path / "_coarse_c10d-torch2.6.0-0123456789ab-cxx11abi1.so").touch()
+    for name, value in {"XDG_CACHE_HOME": str(tmp_path), "PATH": "/nonexistent", "CXX": "g++"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(
+        building.BuildError, match=r"no C\+\+ compiler .* the torch backend for torch 2\.6\.0"
+    ):
+        building.build()
 
 
 def run_two_ranks(

@@ -1,7 +1,8 @@
-"""Compiles the C++ backend once for the installed torch, and loads it.
+"""The C++ backend for the installed torch: the wheel's, or one that is compiled here once.
 
-A compiled c10d backend works only with one minor version of torch, one Python and one C++ ABI, so it cannot be part
-of a wheel. It is stored in the user's cache folder under a name that depends on all of these and on its sources.
+A compiled c10d backend works only with one version of torch, one Python and one C++ ABI. A wheel contains it for one
+torch. Elsewhere it is compiled, and stored in the user's cache folder under a name that depends on all of these and
+on its sources.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from coarse.env import compiler_command
 logger = logging.getLogger(__name__)
 
 _SOURCES = Path(__file__).parent / "native"
+_PREBUILT = Path(__file__).parent / "prebuilt"
 _INCLUDE = Path(coarse.__file__).parent / "kernels" / "include"
 _INTERFACE = (
     Path("coarse") / "collectives" / "collective.hpp",
@@ -38,6 +40,7 @@ _INTERFACE = (
 )
 _UNITS = ("c10d_backend.cpp", "sparse.cpp", "messages.cpp", "module.cpp")
 _MODULE = "_coarse_c10d"
+_SUFFIX = importlib.machinery.EXTENSION_SUFFIXES[0]
 COMPILE_LIMIT_S = 600.0
 """Time limit for compiling."""
 
@@ -47,24 +50,50 @@ class BuildError(Exception):
 
 
 def load_extension() -> Any:
-    """Returns the C++ backend as a module; the first call on this machine compiles it (about a minute).
+    """Returns the C++ backend as a module; without the wheel's, the first call here compiles it (about a minute).
 
     Raises:
         BuildError: If no compiler is installed or it fails; includes its messages. This process does not try again.
     """
-    extension = _built_and_loaded()
+    extension = _loaded()
     if isinstance(extension, BuildError):
         raise extension
     return extension
 
 
 @cache
-def _built_and_loaded() -> Any:
+def _loaded() -> Any:
     """Returns the module or the BuildError; cached for all groups, because failing compilers also take time."""
     try:
-        return _load(build())
+        return prebuilt() or _load(build())
     except BuildError as error:
         return error
+
+
+def prebuilt() -> Any:
+    """The module that the wheel has for this torch; None if it has none, or if that cannot be loaded."""
+    path = prebuilt_path(_SUFFIX)
+    if not path.exists():
+        return None
+    try:
+        return _load(path)
+    except BuildError as error:
+        logger.warning(
+            "the torch backend is compiled here, because that of the wheel does not load: %s", error
+        )
+        return None
+
+
+def prebuilt_path(suffix: str) -> Path:
+    """Where a wheel has the module for the installed torch: the builds of one commit have the same interface.
+
+    Args:
+        suffix: How names of extension modules end in the wheel's Python.
+    """
+    version = torch.__version__.partition("+")[0]
+    commit = str(torch.version.git_version)[:12]
+    abi = f"cxx11abi{int(torch.compiled_with_cxx11_abi())}"
+    return _PREBUILT / f"{_MODULE}-torch{version}-{commit}-{abi}{suffix}"
 
 
 def build() -> Path:
@@ -75,7 +104,7 @@ def build() -> Path:
     Raises:
         BuildError: As load_extension().
     """
-    target = cache_folder() / f"{_MODULE}-{build_key()}{importlib.machinery.EXTENSION_SUFFIXES[0]}"
+    target = cache_folder() / f"{_MODULE}-{build_key()}{_SUFFIX}"
     if target.exists():
         return target
     try:
@@ -125,26 +154,46 @@ def _compiler() -> tuple[str, ...]:
 def _compile(target: Path) -> None:
     compiler = _compiler()
     if not compiler:
-        raise BuildError("there is no C++ compiler (apt install g++, or set CXX)")
-    logger.warning("compiling the torch backend for torch %s, once (about a minute)", torch.__version__)
+        raise BuildError(f"there is no C++ compiler (apt install g++, or set CXX){_versions_of_wheel()}")
+    logger.warning(
+        "compiling the torch backend for torch %s, once (about a minute)%s",
+        *(torch.__version__, _versions_of_wheel()),
+    )
     prefix = f"{target.stem}-build-"
     for left in target.parent.glob(f"{glob.escape(prefix)}*"):  # of killed processes: this one has the lock
         shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=prefix, dir=target.parent) as folder:
         unit, result = Path(folder, "backend.cpp"), Path(folder, "backend.so")
-        # torch's headers take nine tenths of the time, so all sources form one unit.
-        unit.write_text("".join(f'#include "{name}"\n' for name in _UNITS if (_SOURCES / name).exists()))
-        _run([*compiler, *_flags(), str(unit), "-o", str(result), *_libraries()])
+        unit.write_text(unit_text())
+        path = f"-Wl,-rpath,{_libraries()}"
+        flags = compile_flags(Path(sysconfig.get_path("include")))
+        _run([*compiler, *flags, "-shared", str(unit), "-o", str(result), path, *link_flags()])
         result.replace(target)
 
 
-def _flags() -> list[str]:
+def _versions_of_wheel() -> str:
+    """For messages: the torch for which the wheel has the backend; "" if it has none."""
+    names = {path.name.split("-")[1].removeprefix("torch") for path in _PREBUILT.glob(f"{_MODULE}-*")}
+    return f"; this wheel has the torch backend for torch {', '.join(sorted(names))}" if names else ""
+
+
+def unit_text() -> str:
+    """One file that includes all sources, because torch's headers take nine tenths of the time."""
+    return "".join(f'#include "{name}"\n' for name in _UNITS if (_SOURCES / name).exists())
+
+
+def compile_flags(python_include: Path) -> list[str]:
+    """What a C++ compiler needs to compile the sources for the installed torch.
+
+    Args:
+        python_include: The headers of the Python for which they are compiled.
+    """
     # Avoids torch.utils.cpp_extension, whose import takes a second and needs setuptools.
     include = Path(torch.__file__).parent / "include"
-    system = [include, include / "torch" / "csrc" / "api" / "include", Path(sysconfig.get_path("include"))]
+    system = [include, include / "torch" / "csrc" / "api" / "include", python_include]
     standard = "c++20" if _torch_version() >= (2, 14) else "c++17"
     return [
-        *("-O2", f"-std={standard}", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread"),
+        *("-O2", f"-std={standard}", "-fPIC", "-fvisibility=hidden", "-pthread"),
         f"-DTORCH_EXTENSION_NAME={_MODULE}",
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         *(f"-isystem{path}" for path in system),
@@ -157,9 +206,13 @@ def _torch_version() -> tuple[int, ...]:
     return tuple(int(part) for part in torch.__version__.partition("+")[0].split(".")[:2])
 
 
-def _libraries() -> list[str]:
-    folder = Path(torch.__file__).parent / "lib"
-    return [f"-L{folder}", f"-Wl,-rpath,{folder}", "-lc10", "-ltorch_cpu", "-ltorch_python"]
+def link_flags() -> list[str]:
+    """The libraries of the installed torch, for the linker."""
+    return [f"-L{_libraries()}", "-lc10", "-ltorch_cpu", "-ltorch_python"]
+
+
+def _libraries() -> Path:
+    return Path(torch.__file__).parent / "lib"
 
 
 def _run(command: Sequence[str]) -> None:
