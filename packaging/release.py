@@ -4,11 +4,12 @@
     git tag v0.1.0 && python packaging/release.py --python python3.10 python3.11 --arch x86_64 aarch64
 
 The commit must be clean and have the tag of coarse.__version__. The SBOM (CycloneDX) lists what a wheel of this
-Python installs; the wheels themselves contain zig's libc++, and no other library.
+Python installs; the wheels themselves contain no library.
 """
 
 from __future__ import annotations
 
+import argparse
 import re
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import wheels
+from toolchain import ToolchainError
 
 ROOT = wheels.ROOT
 
@@ -29,15 +31,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         check_tag(_git("describe", "--tags", "--dirty", "--always"), version)
         notes = notes_of((ROOT / "CHANGELOG.md").read_text(), version)
-    except ValueError as error:
+        make(arguments, version, notes)
+    except (ValueError, ToolchainError) as error:
         print(f"release: {error}", file=sys.stderr)
         return 1
+    return 0
+
+
+def make(arguments: argparse.Namespace, version: str, notes: str) -> None:
+    """Makes all files.
+
+    Raises:
+        ToolchainError: If a compiler is missing.
+    """
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / f"notes-{version}.md").write_text(notes)
     subprocess.run([sys.executable, "-m", "build", "--sdist", "--outdir", arguments.out, ROOT], check=True)
     built = wheels.build_wheels(arguments)
     write_sbom(built[0], arguments.out / f"sbom-{version}.json")
-    return 0
 
 
 def version_of(module: str) -> str:

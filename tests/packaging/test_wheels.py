@@ -13,12 +13,34 @@ import sys
 import sysconfig
 import venv
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-DIGITS = ROOT / "examples" / "torch_digits.py"
+EXAMPLES = ROOT / "examples"
+GROUP = """
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("coarse")
+rank = dist.get_rank()
+total = torch.full((100_000,), 2.0**rank)
+dist.all_reduce(total)
+assert total.eq(3).all()
+message = torch.arange(7.0) if rank == 0 else torch.empty(7)
+(dist.send if rank == 0 else dist.recv)(message, 1 - rank)
+assert message.equal(torch.arange(7.0))
+try:
+    dist.all_reduce(torch.ones(3 + rank))
+except dist.DistBackendError as error:
+    print(f"rank {rank} hears of {error}")
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 pytestmark = pytest.mark.timeout(1500)
 
@@ -33,7 +55,38 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
-def test_the_wheel_names_its_platform_and_has_all_files(wheel):
+@pytest.fixture(scope="module")
+def run_bare(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Runs a command where the wheel is installed.
+
+    That environment sees the frameworks and scikit-learn of this one, but neither its COARSE nor any other command.
+    """
+    folder = tmp_path_factory.mktemp("bare")
+    venv.create(folder, with_pip=True)
+    purelib = sysconfig.get_path("purelib", vars={"base": str(folder)})
+    Path(purelib, "outer.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    environment = {"PATH": str(folder / "bin"), "HOME": str(folder), "OMP_NUM_THREADS": "1"}
+
+    def run(command: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            [folder / "bin" / command, *arguments],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=400,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done
+
+    run("pip", "install", "--no-deps", "--no-index", wheel)
+    used = run("python", "-c", "import coarse.kernels._native as native; print(native.__file__)").stdout
+    assert used.startswith(os.fspath(folder))
+    return run
+
+
+def test_the_wheel_names_its_platform_and_has_all_files(wheel: Path) -> None:
     python = f"cp{sys.version_info.major}{sys.version_info.minor}"
     assert re.fullmatch(
         rf"coarse_train-[\d.]+-{python}-{python}-(\w+\.)?manylinux_2_28_{platform.machine()}\.whl", wheel.name
@@ -46,22 +99,34 @@ def test_the_wheel_names_its_platform_and_has_all_files(wheel):
         assert modules - set(packed.namelist()) == set()
 
 
-def test_digits_train_by_the_wheel_where_no_compiler_is(wheel, tmp_path):
-    """The environment sees PyTorch and scikit-learn of this one, but neither its COARSE nor any other command."""
-    venv.create(tmp_path / "bare", with_pip=True)
-    bare = tmp_path / "bare" / "bin"
-    purelib = sysconfig.get_path("purelib", vars={"base": str(tmp_path / "bare")})
-    Path(purelib, "outer.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    environment = {"PATH": str(bare), "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
-
-    def run(*command: str | Path) -> str:
-        return subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True, timeout=400
-        ).stdout
-
-    run(bare / "pip", "install", "--no-deps", "--no-index", wheel)
-    used = run(bare / "python", "-c", "import coarse.kernels._native as native; print(native.__file__)")
-    assert used.startswith(os.fspath(tmp_path))
-    said = run(bare / "coarse", "run", "-n", "2", DIGITS, "--epochs", "8")
+def test_digits_train_by_the_wheel_where_no_compiler_is(run_bare: Run) -> None:
+    said = run_bare("coarse", "run", "-n", "2", EXAMPLES / "torch_digits.py", "--epochs", "8").stdout
     (accuracy,) = re.findall(r"test accuracy (\d+\.\d+)%", said)
     assert float(accuracy) > 90
+
+
+def test_a_process_group_needs_no_compiler(run_bare: Run) -> None:
+    done = run_bare("coarse", "run", "-n", "2", EXAMPLES / "process_group_coarse.py", "--epochs", "4")
+    (accuracy,) = re.findall(r"right answers (\d+\.\d+)%", done.stdout)
+    assert float(accuracy) > 80
+    assert "compil" not in done.stderr
+
+
+def test_messages_and_errors_of_a_process_group_pass_between_its_modules(
+    run_bare: Run, tmp_path: Path
+) -> None:
+    """The native module and the torch backend are compiled apart, and exchange C++ objects and exceptions."""
+    script = tmp_path / "group.py"
+    script.write_text(GROUP)
+    said = run_bare("coarse", "run", "-n", "2", script).stdout
+    assert set(re.findall(r"rank (\d) hears of coarse: .*float32", said)) == {"0", "1"}
+
+
+@pytest.mark.slow
+def test_keras_needs_no_compiler(run_bare: Run) -> None:
+    pytest.importorskip("tensorflow")
+    done = run_bare("coarse", "run", "-n", "2", EXAMPLES / "tf_digits.py", "--epochs", "4")
+    accuracies = re.findall(r"accuracy (\d+\.\d+) %", done.stdout)
+    assert len(accuracies) == 2
+    assert all(float(accuracy) > 80 for accuracy in accuracies)
+    assert "through Python" not in done.stderr
