@@ -1,4 +1,5 @@
-// Included before each file of C++ in a wheel: of the C library, libstdc++'s headers then call what glibc 2.28 has.
+// Included before each file of C++ in a wheel: of the C library, libstdc++'s headers then call what
+// glibc 2.28 has.
 #pragma once
 
 #include <bits/c++config.h>

@@ -1,5 +1,5 @@
-// What headers of GCC 12 call and the libstdc++ of GCC 8 has not, or under an earlier version, by what it has.
-// Each wheel contains its own, hidden from other libraries.
+// What headers of GCC 12 call and the libstdc++ of GCC 8 has not, or under an earlier version, by what it
+// has. Each wheel contains its own, hidden from other libraries.
 
 #include <condition_variable>
 #include <mutex>
