@@ -105,8 +105,10 @@ class WorkerStatus:
             metrics.total("coarse_wait_seconds_sum", worker=worker, **labels)
             for labels in ({}, {"cause": "background"})
         )
+        # Native code times the steps of TensorFlow's workers, which pull no tensor group as a whole.
+        timed = int(metrics.total("coarse_step_seconds_count", worker=worker))
         return note | {
-            "steps": client.num_steps,
+            "steps": client.num_steps or timed,
             "samples": metrics.total("coarse_samples_total", worker=worker),
             "steps_s": metrics.total("coarse_step_seconds_sum", worker=worker),
             "blocked_s": waits - of_background,

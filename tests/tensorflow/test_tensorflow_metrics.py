@@ -29,6 +29,7 @@ def folder(tmp_path_factory):
     )
     code, printed = job.finish()
     assert code == 0, printed
+    (folder / "printed").write_text(printed)
     return folder
 
 
@@ -52,6 +53,10 @@ def test_coarse_status_knows_the_step(folder):
     assert [f" step {BATCHES - 1} " in line for line in said if line.startswith("worker ")] == [True, True], (
         said
     )
+
+
+def test_the_launcher_tells_the_steps_at_the_end(folder):
+    assert f"coarse run: {BATCHES - 1} steps in " in (folder / "printed").read_text()
 
 
 def test_the_callback_reports_to_a_function(folder):
