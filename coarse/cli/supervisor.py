@@ -336,9 +336,9 @@ class Supervisor:
             self._later(REPORT_GRACE_S + TERMINATE_GRACE_S, self._kill_all)
 
     def _goes_on_without(self, worker: _Worker) -> bool:
-        """Whether enough workers have not failed after this one has; says so."""
-        num_left = self._plan.num_workers - len(self._lost) - 1
-        if not self._plan.min_workers or num_left < self._plan.min_workers:
+        """Whether enough workers still run after this one has failed, and none has finished; says so."""
+        num_left, num_finished = len(self._running), len(self._ended) - len(self._lost) - 1
+        if not self._plan.min_workers or num_left < self._plan.min_workers or num_finished:
             return False
         self._lost.append(worker)
         self._say(

@@ -49,7 +49,9 @@ class Follower:
         """Takes a sample; without processes and events, it would repeat the one before."""
         try:
             sample = self._sampler.sample()
-        except OSError as error:
+        except (
+            Exception
+        ) as error:  # processes of another version may answer anything; the next sample may succeed
             logger.warning("no sample could be taken: %s", error)
             return
         is_running = sample.phase == RUNS

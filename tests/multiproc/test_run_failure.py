@@ -251,12 +251,23 @@ def test_several_nodes_cannot_be_started_again_by_one_launcher(script):
 
 
 def test_others_go_on_after_a_failure_and_their_end_is_that_of_the_job(script):
-    path = script("if rank == 1: sys.exit(7)\nif rank == 2: print('went on', flush=True)")
+    path = script(
+        "import time\nif rank == 1: sys.exit(7)\ntime.sleep(2)\nif rank == 2: print('went on', flush=True)"
+    )
     done = coarse_run("-n", "3", "--min-workers", "2", path)
     assert done.returncode == 0, done.stderr
     assert "[w2] went on" in done.stdout
     said = r"coarse run: worker 1 \(pid \d+\) failed with exit code 7, \d+\.\d s after the start; the other 2 go on "
     assert re.search(said + r"\(--min-workers 2\)\n", done.stderr), done.stderr
+
+
+def test_a_failure_after_others_have_finished_is_one(script, fifo):
+    """Such as that of worker 0, which saves the model last."""
+    path = script(
+        f"if rank != 1: wait_for_the_end_of_rank_0({fifo!r})\nif rank == 2: sys.exit(7)\nif rank == 1: signal.pause()"
+    )
+    done = coarse_run("-n", "3", "--min-workers", "1", path)
+    assert done.returncode == 7, done.stderr
 
 
 def test_others_are_not_ended_when_one_is_killed(script):
