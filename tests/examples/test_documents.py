@@ -9,6 +9,7 @@ import importlib.util
 import pkgutil
 import re
 import shlex
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -102,7 +103,7 @@ def test_files_in_commands_exist(document: Path) -> None:
 @each_document
 def test_python_is_python(document: Path) -> None:
     for text in blocks(document, "python"):
-        ast.parse(text)
+        ast.parse(textwrap.dedent(text))  # blocks in lists are indented
 
 
 @each_document

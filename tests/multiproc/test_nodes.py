@@ -36,7 +36,7 @@ from test_sync import (
 
 from coarse import rendezvous
 from coarse.errors import SchemaMismatchError
-from coarse.startup import join, node_links
+from coarse.startup import device_connections, node_links
 
 SHAPES = [  # workers of each node, memory devices of each, sync cores
     ((2, 2), 2, 1),
@@ -412,7 +412,7 @@ def test_a_worker_that_stands_still_is_named_after_the_time_out(job):
 def test_a_node_that_never_connects_is_named_after_the_time_out(job, monkeypatch):
     def worker(me):
         if me.rank == 2:
-            monkeypatch.setattr(join, "link_nodes", lambda *_, **__: me.hear())
+            monkeypatch.setattr(device_connections, "link_nodes", lambda *_, **__: me.hear())
         me.join(node=f"n{me.rank}", timeout_s=2.0)
 
     workers = job.start(3, worker)
@@ -438,8 +438,10 @@ def test_settings_that_one_node_refuses_end_the_start_on_the_others(job, refused
 def test_who_is_waited_for_is_told(job, monkeypatch):
     def worker(me):
         if me.rank == 1:
-            link_nodes = join.link_nodes
-            monkeypatch.setattr(join, "link_nodes", lambda *a, **named: me.hear() or link_nodes(*a, **named))
+            link_nodes = device_connections.link_nodes
+            monkeypatch.setattr(
+                device_connections, "link_nodes", lambda *a, **named: me.hear() or link_nodes(*a, **named)
+            )
         else:
             logging.getLogger("coarse").addHandler(TellingHandler(me))
         with me.join(node=f"n{me.rank}") as session:
@@ -459,7 +461,7 @@ def test_a_worker_that_dies_before_its_node_is_linked_is_told_on_the_others(job,
             me.hear()
 
         if me.rank == 2:
-            monkeypatch.setattr(join, "link_nodes", link_late)
+            monkeypatch.setattr(device_connections, "link_nodes", link_late)
         me.join(node=node_of(me.rank, (2, 2)))
 
     workers = job.start(4, worker)
@@ -480,7 +482,7 @@ def test_the_end_of_a_whole_node_at_the_start_is_told_on_the_others(job, place, 
         if place == "roll call" and me.rank == 2:
             me.hear()  # never arrives
         if place == "linking" and me.rank == 1:
-            monkeypatch.setattr(join, "link_nodes", lambda *_, **__: me.hear())
+            monkeypatch.setattr(device_connections, "link_nodes", lambda *_, **__: me.hear())
         if me.rank == 0:
             check = rendezvous.PeerWatch.check
             looks = iter(["looked"])

@@ -14,7 +14,7 @@ from kept_training import LENGTHS, STATES, STEPS, WORKERS, finish, join, registe
 
 from coarse.errors import RendezvousError, SchemaMismatchError
 from coarse.scratch import remove_if_abandoned
-from coarse.startup import join as join_module
+from coarse.startup import device_connections
 from coarse.wire.socket_directory import socket_path
 
 
@@ -280,7 +280,7 @@ def test_all_that_wait_are_ended_before_a_new_run_starts(job, undisturbed, monke
         time.sleep(0.3 * device)
         return socket_path(directory, device)
 
-    monkeypatch.setattr(join_module, "socket_path", path_after_a_while)
+    monkeypatch.setattr(device_connections, "socket_path", path_after_a_while)
     assert job.run(WORKERS, train_anew)[0] == [0, None, undisturbed]
     for pid in pids:
         job.await_end(pid)

@@ -17,7 +17,7 @@ from coarse import rendezvous
 from coarse.env import WorkerIdentity
 from coarse.session import Session
 from coarse.settings import Settings
-from coarse.startup import device_processes, join
+from coarse.startup import device_connections, device_processes
 from coarse.store import DirectoryStore
 
 SHORT_S = 1.0
@@ -196,10 +196,10 @@ def test_a_worker_that_dies_while_others_wait_for_the_devices_welcome_is_named(j
             return read_token(directory)
 
         if me.rank == 2:
-            monkeypatch.setattr(join, "read_token", pause_and_read)
+            monkeypatch.setattr(device_connections, "read_token", pause_and_read)
         join_and_stay(me)
 
-    read_token = join.read_token
+    read_token = device_connections.read_token
     workers = job.start(3, worker)
     assert workers[2].hear() == "devices are there"
     killed_s = workers[victim].kill()
@@ -238,13 +238,13 @@ def test_all_workers_say_who_failed_first_and_why(job, tmp_path, world_size, cul
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_the_memory_devices_that_a_failure_ends_do_not_hide_it(job, monkeypatch, culprit):
     """The first worker kills them, and they end by themselves when another leaves."""
-    read_token = join.read_token
+    read_token = device_connections.read_token
 
     def worker(me):
         def fail(_):
             raise PermissionError(13, "no token")
 
-        monkeypatch.setattr(join, "read_token", fail if me.rank == culprit else read_token)
+        monkeypatch.setattr(device_connections, "read_token", fail if me.rank == culprit else read_token)
         me.join()
 
     outcomes = job.outcomes(3, worker)

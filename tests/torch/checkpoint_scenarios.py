@@ -682,21 +682,24 @@ def all_workers_hear_of_a_folder_that_they_do_not_share(context: Context) -> Non
             checkpointer.restore()
 
 
-def left_by(test_pid: int) -> Path:
+os.environ.setdefault("PID_OF_COARSE_TESTS", str(os.getpid()))  # which workers inherit, also from a template
+
+
+def left_by() -> Path:
     """Place of a checkpoint that workers of a test process leave for other workers of the same process."""
-    return Path(tempfile.gettempdir()) / f"coarse-test-left-{test_pid}"
+    return Path(tempfile.gettempdir()) / f"coarse-test-left-{os.environ['PID_OF_COARSE_TESTS']}"
 
 
 @checkpoint_scenario
 def two_workers_leave_a_checkpoint(context: Context) -> None:
-    training = Training(context, left_by(os.getppid()), OPTIMIZERS["adamw"], offloads=True)
+    training = Training(context, left_by(), OPTIMIZERS["adamw"], offloads=True)
     training.run(3)
     training.end()
 
 
 @checkpoint_scenario
 def two_workers_go_on_from_what_was_left(context: Context) -> Any:
-    training = Training(context, left_by(os.getppid()), OPTIMIZERS["adamw"], offloads=True)
+    training = Training(context, left_by(), OPTIMIZERS["adamw"], offloads=True)
     assert training.checkpointer.restore() == 3
     training.run(5)
     return training.end()

@@ -90,7 +90,7 @@ def states_of(model, optimizer):
 @pytest.fixture
 def left(coarse_pool):
     """A checkpoint of two workers and two memory devices, after three steps."""
-    folder = left_by(os.getpid())
+    folder = left_by()
     try:
         run(coarse_pool, "two_workers_leave_a_checkpoint")
         yield folder

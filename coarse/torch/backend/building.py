@@ -240,8 +240,8 @@ def _load(path: Path) -> Any:
     spec = importlib.util.spec_from_file_location(_MODULE, path)
     if spec is None or spec.loader is None:
         raise BuildError(f"{path} is not a Python module")
-    module = importlib.util.module_from_spec(spec)
     try:
+        module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     except ImportError as error:
         raise BuildError(f"{path} cannot be loaded: {error}") from error
