@@ -1,4 +1,4 @@
-"""argparse types of arguments that several commands share."""
+"""Arguments that several commands share, and their argparse types."""
 
 from __future__ import annotations
 
@@ -7,6 +7,17 @@ import os
 from pathlib import Path
 
 from coarse.env import MOST_WORKERS_OF_A_NODE
+
+
+def add_job(parser: argparse.ArgumentParser) -> None:
+    """Adds JOB, the running job that a command is about."""
+    parser.add_argument(
+        "job",
+        metavar="JOB",
+        nargs="?",
+        default="",
+        help="id of the job, or its beginning (default: the only one)",
+    )
 
 
 def whole_number(text: str, what: str, low: int, high: float) -> int:

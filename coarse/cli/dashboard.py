@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from coarse.cli.arguments import file_to_write, port_number
+from coarse.cli.arguments import add_job, file_to_write, port_number
 from coarse.dashboard.follower import Follower
 from coarse.dashboard.history import History, Recorder, open_recording
 from coarse.dashboard.sampler import Sampler
@@ -38,13 +38,7 @@ class NoJobError(CoarseError):
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds `dashboard` to the `coarse` command."""
     parser = subparsers.add_parser("dashboard", help="show a job in the browser", description=_DESCRIPTION)
-    parser.add_argument(
-        "job",
-        metavar="JOB",
-        nargs="?",
-        default="",
-        help="id of the job, or its beginning (default: the only one)",
-    )
+    add_job(parser)
     parser.add_argument("--port", type=port_number, default=0, help="port on loopback (default: a free one)")
     parser.add_argument(
         "--record", type=file_to_write, metavar="FILE", help="also write what the page shows to FILE"

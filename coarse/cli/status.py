@@ -7,7 +7,8 @@ import itertools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 
-from coarse.dashboard.readings import Counters, finished_steps, read_counters
+from coarse.cli.arguments import add_job
+from coarse.dashboard.readings import Counters, read_counters
 from coarse.status.address import WORKER, find_addresses
 from coarse.status.questions import Answer, ask
 from coarse.status.stacks import Stack
@@ -28,13 +29,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "job",
-        metavar="JOB",
-        nargs="?",
-        default="",
-        help="id of the job, or its beginning (default: the only one)",
-    )
+    add_job(parser)
     parser.add_argument("--stacks", action="store_true", help="also show the Python stacks of all threads")
     parser.set_defaults(handler=run)
 
@@ -111,7 +106,8 @@ def _describe(answer: Answer, counters: Counters) -> str:
 
 def _describe_progress(answer: Answer, counters: Counters) -> str:
     """Finished steps. A loop of all_reduce() alone has none: the pushed shards say whether it goes on."""
-    steps = finished_steps(answer, counters)
+    assert answer.report is not None
+    steps = answer.report["step"]
     shards = counters.total("coarse_pushed_shards_total", worker=str(answer.address.number))
     return f"step {steps}" if steps or not shards else f"step 0, {shards:.0f} shards pushed"
 

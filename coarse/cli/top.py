@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from coarse.cli.arguments import seconds
+from coarse.cli.arguments import add_job, seconds
 from coarse.cli.main import ToldToEnd
 from coarse.cli.status import by_job, say_which
 from coarse.dashboard.sampler import Sampler
@@ -54,13 +54,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "job",
-        metavar="JOB",
-        nargs="?",
-        default="",
-        help="id of the job, or its beginning (default: the only one)",
-    )
+    add_job(parser)
     parser.add_argument(
         "--every",
         type=_interval,

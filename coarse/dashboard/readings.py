@@ -108,12 +108,6 @@ def read_counters(answers: Iterable[Answer]) -> Counters:
     return Counters(_first_answer(asked, METRICS).get("metrics", {}))
 
 
-def finished_steps(answer: Answer, counters: Counters) -> int:
-    """A worker's steps, as its session says, or else, as with TensorFlow, as native code has timed them."""
-    said = int((answer.report or {}).get("step", 0))
-    return said or int(counters.total("coarse_step_seconds_count", worker=str(answer.address.number)))
-
-
 def _alive(answers: Iterable[Answer], role: str) -> list[Answer]:
     return [each for each in answers if each.report is not None and each.address.role == role]
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from coarse.dashboard.events import Changes
 from coarse.dashboard.pace import Pace
-from coarse.dashboard.readings import Counters, Reading, finished_steps, read
+from coarse.dashboard.readings import Counters, Reading, read
 from coarse.dashboard.samples import (
     AWAITED,
     OVER,
@@ -134,7 +134,7 @@ class Sampler:
             pid=answer.address.pid,
             state=_state(answer),
             doing=_doing(answer),
-            step=max(finished_steps(answer, self._pace.counters), self._last_step(rank, answer.address.pid)),
+            step=max(int(report.get("step", 0)), self._last_step(rank, answer.address.pid)),
             waits_s=float(report.get("waits_s", 0.0)),
             step_s=times.step_s,
             compute_s=times.compute_s,

@@ -345,7 +345,7 @@ def test_survivors_store_and_load_values(job):
     assert values_of_survivors(job, store) == [45.0] * 2
 
 
-def test_a_loss_delays_the_others_by_less_than_a_second(job):
+def test_a_loss_delays_the_others_by_less_than_a_tenth_of_a_second(job):
     """In the best of a few attempts, because a busy machine may take longer."""
     delays_s = []
 
@@ -361,11 +361,11 @@ def test_a_loss_delays_the_others_by_less_than_a_second(job):
                 took_s.append(time.monotonic() - began_s)
             return max(took_s) - float(np.quantile(took_s, 0.99, method="lower"))
 
-    while not delays_s or (min(delays_s) >= 1.0 and len(delays_s) < 5):
+    while not delays_s or (min(delays_s) >= 0.1 and len(delays_s) < 5):
         ended = [running.finish() for running in job.start(3, worker)]
         assert not ended[0].error, ended[0].details
         delays_s.append(max(ended[rank].value for rank in (0, 2)))
-    assert min(delays_s) < 1.0, delays_s
+    assert min(delays_s) < 0.1, delays_s
 
 
 # ---- what is refused at start ----
