@@ -32,7 +32,7 @@ class Pacing:
     """How exactly the links of a run were paced.
 
     Args:
-        lateness_us: Average delay with which arrivals were noticed, in the emulated machine's time.
+        lateness_us: Average delay of the host's processes, in the emulated machine's time.
         error: The delay as a share of the measured time: the run's pacing error.
         time_dilation: Real seconds per emulated second.
     """
@@ -93,6 +93,6 @@ def keep_pace(
     pacing = paced.pacing
     raise PaceError(
         f"{what}: this machine cannot emulate the links in time: with time dilated {pacing.time_dilation:g} times, "
-        f"transfers were noticed {pacing.lateness_us:.3g} us late on average, a pacing error of {pacing.error:.1%}; "
+        f"transfers were {pacing.lateness_us:.3g} us late on average, a pacing error of {pacing.error:.1%}; "
         f"at most {most_error:.0%} is accepted. End other work on this machine, or dilate time more"
     )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from dataclasses import replace
 
 import pytest
 
-from coarse.bench.harness.commands import BenchError
+from coarse.bench.harness.commands import BenchError, WorkerJob
 from coarse.bench.replay import driver
 from coarse.bench.replay.driver import SCHEMES, ReplayPlan, run_replay
 from coarse.bench.replay.trace import ComputeTrace, GradientEvent
@@ -189,3 +190,39 @@ def test_known_ways_are_not_measured_again():
 def test_an_unknown_machine_is_an_error_of_usage(capfd):
     assert main(["bench", "replay", "--machine", "aws-p4"]) == 2
     assert "did you mean aws-p3" in capfd.readouterr().err
+
+
+class SlowToPush:
+    """A group on a host whose processes get their processors late; its pulls wait for links."""
+
+    PUSH_S, PULL_S = 0.01, 0.03
+
+    def push(self, index):
+        time.sleep(self.PUSH_S)
+
+    def pull(self, index):
+        time.sleep(self.PULL_S)
+
+    def flush(self):
+        """Nothing is held back."""
+
+    def pull_all(self):
+        """Everything has arrived."""
+
+    def barrier(self):
+        """Nobody else is waited for."""
+
+
+@pytest.mark.parametrize("scheme", ["local", "fifo"])
+def test_a_late_push_counts_towards_the_pacing_error(tmp_path, scheme):
+    options = {"trace": TRACE.to_json(), "has_compute": False, "known_ways": {}, "num_nodes": 1}
+    options["time_dilation"] = 2.0
+    job = WorkerJob(rank=0, num_workers=2, system=scheme, directory=tmp_path, options=options)
+    commands = driver.ReplayCommands(job)
+    commands._session = commands._group = SlowToPush()
+    commands.run(3, has_compute=False)
+    # Without waiting for pulls, all four gradients are ready at the start.
+    mean_s = SlowToPush.PUSH_S * (1 + 2 + 3 + 4) / 4 if SCHEMES[scheme].is_pipelined else SlowToPush.PUSH_S
+    assert commands.take_push_delays() == pytest.approx(mean_s * 1e6 / 2, rel=0.2)
+    commands.run(1, has_compute=False)
+    assert len(commands._push_delays_s) == len(TRACE.events)

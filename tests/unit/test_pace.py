@@ -36,7 +36,7 @@ def test_the_first_run_that_keeps_pace_counts(errors):
 def test_a_refusal_says_how_late_and_what_to_do():
     with pytest.raises(
         PaceError,
-        match=r"ring on p3: this machine .* dilated 20 times, transfers were noticed 7 us late on average, "
+        match=r"ring on p3: this machine .* dilated 20 times, transfers were 7 us late on average, "
         r"a pacing error of 50.0%; at most 10% is accepted. End other work",
     ):
         keep_pace("ring on p3", runs_with([0.9, 0.5]), time_dilation=10, most_error=0.1, most_doublings=1)

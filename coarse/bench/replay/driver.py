@@ -277,6 +277,7 @@ class ReplayCommands:
         self._session: Any = None
         self._group: Any = None
         self._ways_by_size: dict[int, str] = {}
+        self._push_delays_s: list[float] = []
 
     def setup(self) -> int:
         self._session = join_session(self._job, Settings.from_environment())
@@ -334,6 +335,15 @@ class ReplayCommands:
         """The fields of the session's PacingReport."""
         return asdict(self._session.emulation.pacing())
 
+    def take_push_delays(self) -> float:
+        """Mean delay from a ready gradient to its push, since the last call, in the emulated machine's microseconds.
+
+        A link starts with the push, so the links' report does not contain this delay.
+        """
+        mean_s = float(np.mean(self._push_delays_s))
+        self._push_delays_s.clear()
+        return 1e6 * mean_s / self._dilation
+
     def close(self) -> None:
         self._session.close()
 
@@ -342,12 +352,16 @@ class ReplayCommands:
         self._session.barrier()
         started = time.perf_counter()
         backward = started + forward_s
+        last_pulled = started
         for index, event in enumerate(self._trace.events):
-            compute_until(backward + event.ready * backward_s)
+            ready = max(backward + event.ready * backward_s, last_pulled)
+            compute_until(ready)
             self._group.push(index)
             self._group.flush()
+            self._push_delays_s.append(time.perf_counter() - ready)
             if not self._scheme.is_pipelined:
                 self._group.pull(index)
+                last_pulled = time.perf_counter()
         compute_until(backward + backward_s)
         self._group.pull_all()
         return time.perf_counter() - started
@@ -414,10 +428,12 @@ def _take_turn(plan: ReplayPlan, scheme: str, time_dilation: float) -> Paced[_Tu
     with _pool(plan, scheme) as pool:
         decisions = tuple(line for answer in pool.ask("verify") for line in answer)
         ways = {int(nbytes): way for nbytes, way in pool.ask("ways_by_size")[0].items()}
+        pool.ask("take_push_delays")
         before = PacingReport(**pool.ask("pacing")[0])
         seconds = _seconds(pool, plan, plan.steps, has_compute=plan.has_compute)
         alone = _seconds(pool, plan, plan.alone_steps, has_compute=False) if plan.alone_steps else seconds[:0]
         late_us = lateness_us(before, PacingReport(**pool.ask("pacing")[0]), plan.time_dilation)
+        late_us += max(pool.ask("take_push_delays"))
     measured_s = min([_measured_s(plan, float(np.median(seconds))), *alone])
     return Paced(
         value=_Turn(seconds=seconds, alone=alone, decisions=decisions, ways_by_size=ways),
