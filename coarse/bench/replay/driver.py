@@ -342,7 +342,7 @@ class ReplayCommands:
         """
         mean_s = float(np.mean(self._push_delays_s))
         self._push_delays_s.clear()
-        return 1e6 * mean_s / self._dilation
+        return 1e6 * mean_s / float(self._dilation)
 
     def close(self) -> None:
         self._session.close()
