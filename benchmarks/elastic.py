@@ -106,10 +106,15 @@ def launch_coarse(plan: Plan, folder: Path) -> Iterator[list[subprocess.Popen[by
 
 
 def launch_torchrun(plan: Plan, folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """torchrun, which may restart its workers once."""
+    """torchrun, which may restart its workers once.
+
+    With the agent's store shared, as by default, new workers now and then connect to the ports of those that have
+    ended, and fail: https://github.com/pytorch/pytorch/issues/135712.
+    """
     flags = ["--standalone", f"--nproc-per-node={plan.workers}", "--max-restarts=1", "--monitor-interval=0.1"]
     module = [sys.executable, "-m", "torch.distributed.run", *flags]
-    yield [start([*module, *plan.command("torchrun", folder)], folder)]
+    environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    yield [start([*module, *plan.command("torchrun", folder)], folder, environment)]
 
 
 def launch_torchft(plan: Plan, folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
