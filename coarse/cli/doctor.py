@@ -13,8 +13,14 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 
 from coarse import __version__
-from coarse.cli.failure import signal_name
-from coarse.cli.sync_probe import NUM_ELEMENTS, NUM_WORKERS, SCRIPT_MODULE, SyncProbeError, probe_sync
+from coarse.cli.measurement.sync_probe import (
+    NUM_ELEMENTS,
+    NUM_WORKERS,
+    SCRIPT_MODULE,
+    SyncProbeError,
+    probe_sync,
+)
+from coarse.cli.workers.failure import signal_name
 from coarse.env import compiler_command, own_process_environment
 from coarse.errors import SettingsError
 from coarse.machine.host import (

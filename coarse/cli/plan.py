@@ -17,7 +17,7 @@ from coarse.settings import Settings
 
 if TYPE_CHECKING:  # slow to import; `coarse --help` must not load these
     from coarse.bench.replay.trace import ComputeTrace
-    from coarse.cli.what_if import Here
+    from coarse.cli.simulated.what_if import Here
     from coarse.machine.description import Machine
     from coarse.machine.partition_table import PartitionTable
     from coarse.profiler.curve import Curve
@@ -154,7 +154,7 @@ def _run_what_if(arguments: argparse.Namespace, mode: str | int) -> int:
         ProfileError: If the named profile cannot be used.
         ValueError: If the question is incomplete or impossible.
     """
-    from coarse.cli.what_if import answer, answer_as_json, print_answer
+    from coarse.cli.simulated.what_if import answer, answer_as_json, print_answer
 
     if arguments.model is None:
         raise ValueError(f"--what-if needs --model: {', '.join(_MODELS)}")
@@ -169,7 +169,7 @@ def _run_what_if(arguments: argparse.Namespace, mode: str | int) -> int:
 
 def _here(arguments: argparse.Namespace, mode: str | int) -> Here | None:
     """The user's machine, from a profile or --machine; None if no profile is cached."""
-    from coarse.cli.what_if import Here
+    from coarse.cli.simulated.what_if import Here
     from coarse.errors import ProfileError
 
     try:

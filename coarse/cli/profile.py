@@ -117,7 +117,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         CoarseError: If measuring fails; nothing is left behind.
     """
-    from coarse.cli.link_measurement import RefusedError
+    from coarse.cli.measurement.link_measurement import RefusedError
     from coarse.cli.plan import basis_of
 
     if arguments.gpus:
@@ -155,7 +155,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _profile_gpus(arguments: argparse.Namespace) -> int:
-    from coarse.cli import gpu_profile
+    from coarse.cli.measurement import gpu_profile
 
     given = [f"--{name.replace('_', '-')}" for name in _NOT_OF_GPUS if getattr(arguments, name)]
     if given:
@@ -330,7 +330,7 @@ def _measure(scope: Scope, budget_s: float) -> Profile:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-    from coarse.cli.link_measurement import MeasurementJob
+    from coarse.cli.measurement.link_measurement import MeasurementJob
 
     job = MeasurementJob(num_workers=scope.table.num_workers, flags=scope.flags, budget_s=budget_s)
     columns = (TextColumn("measuring links"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from coarse.cli.arguments import file_to_write, num_workers, port_number, seconds, whole_number
-from coarse.cli.dashboard_process import DashboardOptions, dashboard, missing_package
-from coarse.cli.master_port import MasterPort
+from coarse.cli.workers.dashboard_process import DashboardOptions, dashboard, missing_package
+from coarse.cli.workers.master_port import MasterPort
 from coarse.env import job_secret, process_environment
 from coarse.errors import CoarseError
 from coarse.machine.catalogue import load_machine
@@ -25,7 +25,7 @@ from coarse.status.address import job_id
 from coarse.timeline.part_files import parts_folder
 
 if TYPE_CHECKING:  # slow to import
-    from coarse.cli.supervisor import JobPlan
+    from coarse.cli.workers.supervisor import JobPlan
 
 _DESCRIPTION = """\
 Starts N workers on this node with RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT set,
@@ -202,7 +202,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace, master_port: MasterPort) -> int:
-    from coarse.cli.supervisor import JobPlan
+    from coarse.cli.workers.supervisor import JobPlan
 
     fail: Callable[[str], NoReturn] = arguments.usage_error
     try:
@@ -235,8 +235,8 @@ def _run(arguments: argparse.Namespace, master_port: MasterPort) -> int:
 
 
 def _run_job(plan: JobPlan, num_nodes: int) -> int:
-    from coarse.cli.processes import run_guarded
-    from coarse.cli.supervisor import Supervisor
+    from coarse.cli.workers.processes import run_guarded
+    from coarse.cli.workers.supervisor import Supervisor
     from coarse.wire.persistent_sessions import forget_job
 
     try:

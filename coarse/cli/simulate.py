@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from coarse.cli import disturbances
 from coarse.cli.arguments import file_to_write
+from coarse.cli.simulated import disturbances
 from coarse.cli.tables import format_size, print_table
 
 if TYPE_CHECKING:  # slow to import; `coarse --help` must not load these
@@ -122,7 +122,7 @@ def _add_step(parser: argparse._ArgumentGroup) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs `coarse simulate`; returns its exit code."""
-    from coarse.cli.studies import list_studies, show_study, write_all
+    from coarse.cli.simulated.studies import list_studies, show_study, write_all
 
     fault = _fault(arguments)
     if fault:

@@ -135,7 +135,7 @@ def test_a_worker_that_goes_on_is_asked_to_stop(script):
 
 IMPATIENT = """\
 import sys
-from coarse.cli import supervisor
+from coarse.cli.workers import supervisor
 from coarse.cli.main import main
 supervisor.REPORT_GRACE_S = supervisor.TEARDOWN_GRACE_S = supervisor.TERMINATE_GRACE_S = 0.2
 sys.exit(main(sys.argv[1:]))

@@ -12,7 +12,7 @@ from subprocess import PIPE
 import pytest
 from run_harness import LIMIT_S, all_end_within, coarse_run, environment, read_pidfds, spawned
 
-from coarse.cli import sync_probe
+from coarse.cli.measurement import sync_probe
 
 pytest.importorskip("coarse.kernels._native", reason="needs the native module")
 

@@ -22,7 +22,7 @@ import preloaded
 import pytest
 import torch.distributed as dist
 
-from coarse.cli.master_port import MasterPort
+from coarse.cli.workers.master_port import MasterPort
 from coarse.torch.store import serve_store
 
 TIMEOUT_S = 120

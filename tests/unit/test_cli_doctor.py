@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from coarse.cli import doctor
-from coarse.cli.sync_probe import SyncLatency, SyncProbeError
+from coarse.cli.measurement.sync_probe import SyncLatency, SyncProbeError
 from coarse.machine.host import Cpu, DaxDevice, Gpu, Limit, Memory, MemoryAccess, NumaNode, read_host
 from coarse.settings import Settings
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coarse.cli.failure import (
+from coarse.cli.workers.failure import (
     WorkerExit,
     first_failure,
     last_traceback,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coarse.cli.output import Console, LineSplitter, OutputPipe, Piece, Screen, StartupNotes, Tail
+from coarse.cli.workers.output import Console, LineSplitter, OutputPipe, Piece, Screen, StartupNotes, Tail
 
 
 def pieces_of(*chunks: bytes) -> list[Piece]:

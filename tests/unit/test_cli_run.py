@@ -13,7 +13,7 @@ import pytest
 from coarse.cli.main import build_parser
 from coarse.cli.run import UsageError, command_of, threads_per_worker
 from coarse.cli.run import environments_of as environments_with_port
-from coarse.cli.supervisor import JobPlan
+from coarse.cli.workers.supervisor import JobPlan
 from coarse.settings import Settings
 
 TWO_NODES = ("--nnodes", "2", "--master-addr", "10.0.0.1", "--master-port", "1234")

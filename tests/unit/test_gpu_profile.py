@@ -2,8 +2,8 @@
 
 import pytest
 
-from coarse.cli.gpu_profile import print_links, print_topology
 from coarse.cli.main import main
+from coarse.cli.measurement.gpu_profile import print_links, print_topology
 from coarse.kernels import _native
 from coarse.machine.gpu_topology import Distance, GpuPlace, GpuTopology
 from coarse.profiler.curve import Curve, CurvePoint

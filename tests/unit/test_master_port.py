@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from coarse.cli.master_port import MasterPort
+from coarse.cli.workers.master_port import MasterPort
 from coarse.socket_store import SocketStore, TcpAddress, serve
 
 

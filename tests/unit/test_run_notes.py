@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from coarse.cli.run_notes import RunNotes
+from coarse.cli.workers.run_notes import RunNotes
 from coarse.status.launcher_notes import NotesPipe, tell_launcher
 
 DECIDED = {"decisions": ["one", "two", "three"]}

@@ -11,12 +11,12 @@ import sys
 import time
 from dataclasses import dataclass
 
-from coarse.cli.processes import die_with_parent
+from coarse.cli.workers.processes import die_with_parent
 from coarse.env import WorkerIdentity, own_process_environment
 from coarse.scratch import Scratch
 from coarse.store import DirectoryStore
 
-SCRIPT_MODULE = "coarse.cli.sync_probe"
+SCRIPT_MODULE = "coarse.cli.measurement.sync_probe"
 NUM_WORKERS = 2
 NUM_ELEMENTS = 1024
 NUM_REPEATS = 200

@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from coarse.cli.failure import signal_name
+from coarse.cli.workers.failure import signal_name
 
 FORWARDED_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 """Signals to the launcher that end a job."""

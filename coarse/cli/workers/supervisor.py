@@ -13,9 +13,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from coarse.cli.failure import WorkerExit, first_failure, headline, report, reports_own_error, signal_name
-from coarse.cli.output import Console, OutputPipe, Piece, StartupNotes, Tail, open_consoles
-from coarse.cli.processes import (
+from coarse.cli.workers.failure import (
+    WorkerExit,
+    first_failure,
+    headline,
+    report,
+    reports_own_error,
+    signal_name,
+)
+from coarse.cli.workers.output import Console, OutputPipe, Piece, StartupNotes, Tail, open_consoles
+from coarse.cli.workers.processes import (
     FORWARDED_SIGNALS,
     NOTIFYING_SIGNALS,
     descendants,
@@ -23,7 +30,7 @@ from coarse.cli.processes import (
     signal_all,
     sweep,
 )
-from coarse.cli.run_notes import RunNotes
+from coarse.cli.workers.run_notes import RunNotes
 from coarse.dashboard.samples import FAULT, JOB
 from coarse.env import Attempt
 from coarse.errors import CoarseError

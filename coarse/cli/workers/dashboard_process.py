@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
-from coarse.cli.processes import die_with_parent
+from coarse.cli.workers.processes import die_with_parent
 
 _END_TIMEOUT_S = 5.0
 
@@ -47,7 +47,7 @@ def dashboard(job: str, options: DashboardOptions) -> Iterator[Tell]:
     """Serves a job's dashboard within the context; yields what adds an event to it.
 
     Neither a terminal's Ctrl-C nor Ctrl-Z reaches the process, because it shows how the job takes them. The calling
-    process must be single-threaded, as for coarse.cli.processes.
+    process must be single-threaded, as for coarse.cli.workers.processes.
 
     Args:
         job: Id of the job.

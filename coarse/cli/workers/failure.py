@@ -7,7 +7,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from coarse.cli.output import TRACEBACK_HEADER
+from coarse.cli.workers.output import TRACEBACK_HEADER
 from coarse.errors import FOLLOW_UP
 
 _TRACEBACK = TRACEBACK_HEADER.decode()

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from coarse.cli.failure import last_traceback
-from coarse.cli.processes import die_with_parent
+from coarse.cli.workers.failure import last_traceback
+from coarse.cli.workers.processes import die_with_parent
 from coarse.env import WorkerIdentity, own_process_environment
 from coarse.errors import CoarseError
 from coarse.scratch import Scratch
@@ -24,7 +24,7 @@ from coarse.store import DirectoryStore
 if TYPE_CHECKING:
     from coarse.profiler.profile import Profile
 
-_MODULE = "coarse.cli.link_measurement"
+_MODULE = "coarse.cli.measurement.link_measurement"
 _RESULT = "profile.json"
 _PROGRESS_KEY = "progress"
 _PROGRESS_INTERVAL_S = 0.2

@@ -1,0 +1,1 @@
+"""The jobs by which `coarse profile` and `coarse doctor` measure this machine."""

@@ -1,0 +1,1 @@
+"""What `coarse simulate` and `coarse plan --what-if` ask the simulator."""
