@@ -45,14 +45,20 @@ class Call(Generic[_T]):
             self._errors.append(error)
 
 
-def within(timeout_s: float, function: Callable[[], _T], what: str) -> _T:
+def within(timeout_s: float, function: Callable[[], _T], what: str, *, patience_s: float = 0.0) -> _T:
     """Returns or raises the result of `function`.
 
+    Args:
+        timeout_s: COARSE_TIMEOUT_S.
+        function: What may wait for others.
+        what: The subject of the error's message.
+        patience_s: Waits longer by this, for a function that has the same limit and more to say.
+
     Raises:
-        RendezvousError: If it takes longer than `timeout_s`; the message names `what`.
+        RendezvousError: If it takes longer.
     """
     try:
-        return Call(function).result(timeout_s)
+        return Call(function).result(timeout_s + patience_s)
     except TimeoutError:
         raise RendezvousError(
             f"{what} has not answered within {timeout_s:.1f} s (COARSE_TIMEOUT_S). It may be stopped, or a firewall "

@@ -100,11 +100,12 @@ def _make_process_group(identity: WorkerIdentity, environ: Mapping[str, str]) ->
                 process_environment().update(gloo_variables(settings, environ))
             part = store.part("group")
             within(
-                timeout_s + _PATIENCE_S,  # torch's own error, if raised in time, has more details
+                timeout_s,
                 lambda: dist.init_process_group(
                     "gloo", store=part, rank=rank, world_size=size, timeout=timeout
                 ),
                 "a worker that torch's gloo connects to, or the store at MASTER_ADDR,",
+                patience_s=_PATIENCE_S,  # torch's own error, if raised in time, has more details
             )
     keep_process_groups_in_forks()
     atexit.register(_destroy, os.getpid())

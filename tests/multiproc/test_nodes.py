@@ -605,6 +605,8 @@ def enter_namespace(name: str) -> None:
         assert ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), clone_new_net) == 0
 
 
+STORE_PORT = "29555"
+
 _TRAINS = """
 import torch, coarse.torch
 model = coarse.torch.DistributedDataParallel(torch.nn.Linear(4, 4))
@@ -613,33 +615,52 @@ print("trained")
 """
 
 
+def launchers_in(names, folder, *, timeout_s):
+    """`coarse run` for one worker in each network namespace, of a job of two nodes."""
+    (folder / "train.py").write_text(_TRAINS)
+    launch = [sys.executable, "-m", "coarse", "run", "-n", "1", "--nnodes", "2", "--master-port", STORE_PORT]
+    return [
+        subprocess.Popen(
+            [
+                *("ip", "netns", "exec", name, *launch),
+                *("--master-addr", "10.77.0.1", "--node-rank", str(node), "train.py"),
+            ],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "COARSE_TIMEOUT_S": str(timeout_s)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for node, name in enumerate(names)
+    ]
+
+
 def test_two_machines_that_know_themselves_as_loopback_train(tmp_path):
     """As on Debian, whose /etc/hosts maps the machine's name to 127.0.1.1."""
-    (tmp_path / "train.py").write_text(_TRAINS)
-    launch = [sys.executable, "-m", "coarse", "run", "-n", "1", "--nnodes", "2", "--master-port", "29555"]
     with namespaces() as names:
-        launchers = [
-            subprocess.Popen(
-                [
-                    "ip",
-                    "netns",
-                    "exec",
-                    name,
-                    *launch,
-                    "--master-addr",
-                    "10.77.0.1",
-                    "--node-rank",
-                    str(node),
-                    "train.py",
-                ],
-                cwd=tmp_path,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "COARSE_TIMEOUT_S": "60"},
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for node, name in enumerate(names)
-        ]
+        launchers = launchers_in(names, tmp_path, timeout_s=60)
         assert ["trained" in launcher.communicate(timeout=120)[0] for launcher in launchers] == [True, True]
+
+
+def test_ports_that_a_firewall_blocks_end_the_start_at_the_time_limit(tmp_path):
+    """Only the store is reached; what is sent to any other port is dropped without an answer."""
+    if shutil.which("iptables") is None:
+        pytest.skip("`iptables` is missing; install iptables")
+    with namespaces() as names:
+        for name in names:
+            for store in ("--dport", "--sport"):
+                block(name, "-p", "tcp", store, STORE_PORT, "-j", "ACCEPT")
+            block(name, "-i", "cable", "-p", "tcp", "-j", "DROP")
+        launchers = launchers_in(names, tmp_path, timeout_s=10)
+        printed = [launcher.communicate(timeout=100)[0] for launcher in launchers]
+        assert all(launcher.returncode for launcher in launchers), printed
+        for each in printed:
+            assert "has not answered within 10.0 s (COARSE_TIMEOUT_S)" in each, printed
+            assert "a firewall may drop the messages" in each, printed
+
+
+def block(name: str, *rule: str) -> None:
+    subprocess.run(["ip", "netns", "exec", name, "iptables", "-A", "INPUT", *rule], check=True)
 
 
 def test_a_machine_that_vanishes_while_data_is_under_way_is_lost(job):
