@@ -245,7 +245,7 @@ def sync_times(strategy: Any, model: Any, num_steps: int) -> dict[str, float]:
     )
 
     strategy.close()
-    from coarse.launcher_environment import LauncherEnvironment
+    from coarse.rendezvous.launcher_environment import LauncherEnvironment
     from coarse.schema import TensorSpec
     from coarse.tensorflow.session import join_session
 

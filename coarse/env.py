@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coarse.errors import RendezvousError
-from coarse.job_secret import JobSecret
+from coarse.security.job_secret import JobSecret
 
 _LEAST_SECRET_BYTES = 16
 

@@ -32,7 +32,7 @@ from coarse.metrics.writer import MetricsWriter
 from coarse.profiler.link_plan import plan_links
 from coarse.profiler.routing import RoutingTable
 from coarse.profiler.start import OFF, FoundProfile
-from coarse.rendezvous import NodeMap, PeerWatch, gather_workers
+from coarse.rendezvous.workers import NodeMap, PeerWatch, gather_workers
 from coarse.schema import UPDATABLE_DTYPES, TensorSpec
 from coarse.session_checks import (
     check_emulated_nodes,

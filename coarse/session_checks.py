@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from coarse.errors import RendezvousError
-from coarse.rendezvous import NodeMap
+from coarse.rendezvous.workers import NodeMap
 from coarse.schema import ITEM_BYTES, TensorSpec
 from coarse.settings import Settings
 

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
-from coarse import local_sockets
 from coarse.errors import (
     CoarseError,
     MemoryDeviceLostError,
@@ -19,6 +18,7 @@ from coarse.errors import (
     SyncTimeoutError,
     told_error,
 )
+from coarse.security import local_sockets
 from coarse.wire.messages import Channel, Message, Received
 
 _SILENCE_S = 0.25

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from coarse.errors import CoarseError, SyncTimeoutError, WorkerLostError, told_error
 from coarse.late_notice import LateNotice
-from coarse.rendezvous import NodeMap
+from coarse.rendezvous.workers import NodeMap
 from coarse.store import Store
 from coarse.wire.registration import GroupSchema, check_agreement
 

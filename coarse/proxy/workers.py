@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Protocol
 
 from coarse.errors import ProtocolError
-from coarse.local_sockets import peer_of
 from coarse.proxy import outbox
 from coarse.proxy.event_loop import EventLoop
-from coarse.strangers import Acceptor, RareWarnings
+from coarse.security.local_sockets import peer_of
+from coarse.security.strangers import Acceptor, RareWarnings
 from coarse.wire.device_job import DeviceJob
 from coarse.wire.messages import Channel, Message, Received, int_field
 from coarse.wire.socket_directory import OwnSocket, socket_path

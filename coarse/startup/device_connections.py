@@ -29,7 +29,7 @@ from coarse.machine.memory_name import MemoryName
 from coarse.machine.partition_table import PartitionTable, choose_partition_table
 from coarse.profiler.start import OFF, FoundProfile, find_profile, share_profile
 from coarse.proxy.memory import try_memory
-from coarse.rendezvous import NodeMap, PeerWatch
+from coarse.rendezvous.workers import NodeMap, PeerWatch
 from coarse.settings import Settings
 from coarse.startup.device_checks import cannot_profile, check_devices
 from coarse.startup.device_processes import DeviceProcesses

@@ -16,11 +16,11 @@ from pathlib import Path
 
 from coarse.emulation.machine import Emulation
 from coarse.env import own_process_environment
-from coarse.local_sockets import short_address
 from coarse.machine.out_of_memory import OutOfMemoryWatch
 from coarse.machine.partition_table import PartitionTable
-from coarse.rendezvous import NodeMap
+from coarse.rendezvous.workers import NodeMap
 from coarse.scratch import Scratch
+from coarse.security.local_sockets import short_address
 from coarse.settings import Settings
 from coarse.startup.node_links import NodeLinks
 from coarse.wire.algorithms import EXCHANGE, NCCL, RING, algorithms_of

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 
 from coarse.env import job_secret
 from coarse.errors import RendezvousError
-from coarse.rendezvous import PROGRESS_INTERVAL_S, NodeMap, PeerWatch
+from coarse.rendezvous.workers import PROGRESS_INTERVAL_S, NodeMap, PeerWatch
 from coarse.settings import Settings
 from coarse.startup.node_address import address_of_this_node, is_loopback
 from coarse.store import Store

@@ -12,8 +12,8 @@ from coarse.client.connection import DeviceConnection, collect_replies
 from coarse.env import Attempt
 from coarse.errors import MemoryDeviceLostError, RendezvousError
 from coarse.machine.partition_table import PartitionTable
-from coarse.private_directories import entered
-from coarse.rendezvous import PeerWatch
+from coarse.rendezvous.workers import PeerWatch
+from coarse.security.private_directories import entered
 from coarse.settings import Settings
 from coarse.wire.persistent_sessions import PersistentDevices, find_session_directory
 from coarse.wire.socket_directory import TOKEN_FILE, socket_path

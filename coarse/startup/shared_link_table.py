@@ -16,7 +16,7 @@ from coarse.emulation.machine import Emulation
 from coarse.emulation.paced_links import link_table_bytes, write_link_table
 from coarse.errors import RendezvousError
 from coarse.kernels import _native
-from coarse.rendezvous import NodeMap, PeerWatch
+from coarse.rendezvous.workers import NodeMap, PeerWatch
 from coarse.store import Store
 from coarse.wire.host_memory import memory_name
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from coarse.local_sockets import peer_of
+from coarse.security.local_sockets import peer_of
 from coarse.status.address import Address
 from coarse.status.processes import describe_process
 from coarse.status.responder import STACKS, STATUS, Report

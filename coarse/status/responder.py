@@ -17,7 +17,7 @@ from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
-from coarse.local_sockets import peer_of
+from coarse.security.local_sockets import peer_of
 from coarse.status.address import Address
 from coarse.status.stacks import read_stacks
 

@@ -7,13 +7,13 @@ import os
 
 from coarse.env import WorkerIdentity, job_secret
 from coarse.errors import RendezvousError
-from coarse.job_secret import JobSecret
-from coarse.launcher_environment import LauncherEnvironment, unserved
-from coarse.rendezvous import WorkerAddress, gather_workers
+from coarse.rendezvous.launcher_environment import LauncherEnvironment, unserved
+from coarse.rendezvous.socket_store import Address, PrefixStore, SocketStore, TcpAddress, serve
+from coarse.rendezvous.store_server import StoreServer
+from coarse.rendezvous.workers import WorkerAddress, gather_workers
+from coarse.security.job_secret import JobSecret
 from coarse.session import Session
 from coarse.settings import Settings
-from coarse.socket_store import Address, PrefixStore, SocketStore, TcpAddress, serve
-from coarse.store_server import StoreServer
 
 
 def join_session(launch: LauncherEnvironment, number: int) -> Session:

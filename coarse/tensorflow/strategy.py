@@ -23,7 +23,7 @@ from tensorflow.python.framework import ops, random_seed
 from tensorflow.python.ops.control_flow_v2_func_graphs import ControlFlowFuncGraph
 
 from coarse.env import is_of_tensorflow, process_environment
-from coarse.launcher_environment import LauncherEnvironment
+from coarse.rendezvous.launcher_environment import LauncherEnvironment
 from coarse.session import Session
 from coarse.tensorflow import keras_patches
 from coarse.tensorflow.collectives import Collectives

@@ -7,7 +7,7 @@ Example:
     >>> recovery = Recovery(model, optimizer)  # so that restarted workers continue from the memory devices
 """
 
-from coarse.launcher_environment import adopt_launcher as _adopt_launcher
+from coarse.rendezvous.launcher_environment import adopt_launcher as _adopt_launcher
 from coarse.torch.ddp.distributed import DistributedDataParallel
 from coarse.torch.optimizer.distributed_optimizer import DistributedOptimizer
 from coarse.torch.process_group import init_process_group

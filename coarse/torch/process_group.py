@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from coarse.env import WorkerIdentity, process_environment
 from coarse.errors import RendezvousError
-from coarse.launcher_environment import meeting_place, unserved, why_unresolved
-from coarse.listening import meeting_host
-from coarse.rendezvous import gather_workers
+from coarse.rendezvous.launcher_environment import meeting_place, unserved, why_unresolved
+from coarse.rendezvous.workers import gather_workers
+from coarse.security.listening import meeting_host
 from coarse.settings import Settings
 from coarse.startup.node_address import gloo_variables
 from coarse.torch.deadlines import Call, within

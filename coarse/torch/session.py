@@ -16,7 +16,7 @@ import torch.distributed as dist
 from coarse.env import WorkerIdentity
 from coarse.errors import CoarseError
 from coarse.metrics.writer import MetricsWriter
-from coarse.rendezvous import host_identity
+from coarse.rendezvous.workers import host_identity
 from coarse.session import Session
 from coarse.settings import Settings
 from coarse.torch.failing import is_failing

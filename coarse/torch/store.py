@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from coarse.env import job_secret, master_address
 from coarse.errors import RendezvousError
-from coarse.listening import listen_for_workers, meeting_host
+from coarse.security.listening import listen_for_workers, meeting_host
 from coarse.settings import Settings
 from coarse.torch.deadlines import within
 

@@ -18,7 +18,7 @@ from dataclasses import asdict
 from typing import Any
 
 from coarse.errors import RendezvousError
-from coarse.rendezvous import PROGRESS_INTERVAL_S, WorkerAddress
+from coarse.rendezvous.workers import PROGRESS_INTERVAL_S, WorkerAddress
 from coarse.torch.store import TorchStore
 
 logger = logging.getLogger(__name__)

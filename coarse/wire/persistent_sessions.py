@@ -2,7 +2,7 @@
 
     <root>/<job>/<session>/   md0.sock, md1.sock, ..., token, kept.json
 
-The root is one of coarse.private_directories: this user's alone (mode 0700), under a name that no other user
+The root is one of coarse.security.private_directories: this user's alone (mode 0700), under a name that no other user
 can take. The memory devices remove these directories when they end; if they were killed, `coarse run` removes them,
 or else the next job with persistent devices.
 """
@@ -17,7 +17,7 @@ import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from coarse import private_directories
+from coarse.security import private_directories
 from coarse.wire.socket_directory import KEPT_FILE, OwnSocket
 
 _MOST_TRIES = 100

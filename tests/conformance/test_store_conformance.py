@@ -7,7 +7,7 @@ import os
 import pytest
 from store_suite import run_store_suite
 
-from coarse.socket_store import LocalAddress, PrefixStore, SocketStore, TcpAddress, serve
+from coarse.rendezvous.socket_store import LocalAddress, PrefixStore, SocketStore, TcpAddress, serve
 from coarse.store import DirectoryStore
 
 

@@ -34,8 +34,8 @@ from test_sync import (
     together,
 )
 
-from coarse import rendezvous
 from coarse.errors import SchemaMismatchError
+from coarse.rendezvous import workers as rendezvous
 from coarse.startup import device_connections, node_links
 
 SHAPES = [  # workers of each node, memory devices of each, sync cores

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from harness import PROMPT_S, Worker
 
-from coarse import rendezvous
 from coarse.env import WorkerIdentity
+from coarse.rendezvous import workers as rendezvous
 from coarse.session import Session
 from coarse.settings import Settings
 from coarse.startup import device_connections, device_processes

@@ -24,7 +24,7 @@ LAYERS = (
     ("accelerate", "lightning"),
     ("torch", "tensorflow"),
     ("session",),
-    ("tuning", "session_checks", "launcher_environment"),
+    ("tuning", "session_checks"),
     ("startup",),
     ("client",),
     ("proxy",),
@@ -32,12 +32,11 @@ LAYERS = (
     ("profiler", "checkpoint", "rendezvous", "arrays"),
     ("emulation", "metrics"),
     ("timeline",),
-    ("kernels", "settings", "socket_store"),
+    ("kernels", "settings"),
     ("env",),
-    ("store_server", "status"),
-    ("machine", "schema", "store", "failpoints", "local_sockets", "job_secret"),
-    ("private_directories",),
-    ("errors", "scheduling", "scratch", "liveness", "listening", "strangers", "late_notice"),
+    ("status",),
+    ("machine", "schema", "store", "failpoints", "security"),
+    ("errors", "scheduling", "scratch", "liveness", "late_notice"),
 )
 """Packages and modules of coarse: each imports from those below it only."""
 
@@ -72,7 +71,7 @@ def modules_after(statement):
     ("statement", "forbidden"),
     [
         ("import coarse", FRAMEWORKS | {"numpy"}),
-        ("import coarse.session, coarse.launcher_environment", FRAMEWORKS),
+        ("import coarse.session, coarse.rendezvous.launcher_environment", FRAMEWORKS),
         ("import coarse.client.client", FRAMEWORKS | {"numpy"}),
         ("import coarse.proxy.device", FRAMEWORKS | {"numpy", "rich"}),
         ("import coarse.cli.device, coarse.cli.main", FRAMEWORKS | {"numpy", "rich"}),

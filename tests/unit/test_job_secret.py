@@ -6,7 +6,7 @@ import pytest
 
 from coarse.env import job_secret
 from coarse.errors import RendezvousError
-from coarse.job_secret import JobSecret
+from coarse.security.job_secret import JobSecret
 
 OURS, THEIRS, NONE = JobSecret(b"o" * 32), JobSecret(b"t" * 32), JobSecret()
 

@@ -8,8 +8,8 @@ import re
 import pytest
 
 from coarse.errors import RendezvousError
-from coarse.launcher_environment import LauncherEnvironment, adopt_launcher, unserved
-from coarse.socket_store import LocalAddress, SocketStore, TcpAddress, serve
+from coarse.rendezvous.launcher_environment import LauncherEnvironment, adopt_launcher, unserved
+from coarse.rendezvous.socket_store import LocalAddress, SocketStore, TcpAddress, serve
 
 RANKS = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 AGENT = {**RANKS, "LOCAL_RANK": "1", "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "job"}

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from coarse.listening import listen_for_workers, meeting_host
+from coarse.security.listening import listen_for_workers, meeting_host
 
 
 def answers_at(listener, host):

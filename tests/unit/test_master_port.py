@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from coarse.cli.workers.master_port import MasterPort
-from coarse.socket_store import SocketStore, TcpAddress, serve
+from coarse.rendezvous.socket_store import SocketStore, TcpAddress, serve
 
 
 def listen(port: int, *, shares: bool) -> socket.socket:

@@ -11,7 +11,7 @@ import pytest
 
 from coarse.env import WorkerIdentity
 from coarse.errors import MemoryDeviceLostError, ProfileError, RendezvousError, WorkerLostError, follow_up
-from coarse.rendezvous import PeerWatch, WorkerAddress, host_identity
+from coarse.rendezvous.workers import PeerWatch, WorkerAddress, host_identity
 from coarse.store import DirectoryStore
 
 

@@ -12,11 +12,11 @@ import threading
 
 import pytest
 
-from coarse import store_server
 from coarse.errors import RendezvousError
-from coarse.job_secret import JobSecret
-from coarse.private_directories import make_root
-from coarse.socket_store import LocalAddress, SocketStore, TcpAddress, serve
+from coarse.rendezvous import store_server
+from coarse.rendezvous.socket_store import LocalAddress, SocketStore, TcpAddress, serve
+from coarse.security.job_secret import JobSecret
+from coarse.security.private_directories import make_root
 
 LIMIT_S = 20.0
 SECRET = JobSecret(b"s" * 32)

@@ -21,9 +21,9 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any, TypeAlias
 
-from coarse import local_sockets
 from coarse.bench.harness import mpi_segments
 from coarse.bench.harness.commands import Commands, WorkerJob, find_commands, receive, send
+from coarse.security import local_sockets
 
 Inbox: TypeAlias = "queue.SimpleQueue[dict[str, Any]]"
 """Pending commands of the driver."""

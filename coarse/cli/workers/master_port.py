@@ -11,7 +11,7 @@ class MasterPort:
 
     It is bound with SO_REUSEADDR and never listens. The kernel then does not assign it to processes that request any
     free port. It also refuses requests for this port without SO_REUSEADDR. The servers of torch, gRPC and
-    coarse.socket_store set SO_REUSEADDR, so worker 0 needs no descriptor from the launcher.
+    coarse.rendezvous.socket_store set SO_REUSEADDR, so worker 0 needs no descriptor from the launcher.
 
     Args:
         port: The user's choice, reserved if it is free; None to choose a free one.

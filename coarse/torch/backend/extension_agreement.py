@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from coarse.errors import BackendBuildError, RendezvousError
-from coarse.rendezvous import PROGRESS_INTERVAL_S, PeerWatch
+from coarse.rendezvous.workers import PROGRESS_INTERVAL_S, PeerWatch
 from coarse.torch.backend.building import COMPILE_LIMIT_S, BuildError, load_extension
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from coarse.env import WorkerIdentity
 from coarse.errors import RendezvousError
-from coarse.local_sockets import peer_of
-from coarse.rendezvous import NodeMap, PeerWatch, WorkerAddress, gather_workers
+from coarse.rendezvous.workers import NodeMap, PeerWatch, WorkerAddress, gather_workers
+from coarse.security.local_sockets import peer_of
 from coarse.settings import Settings
 from coarse.startup.node_links import NodeLinks, link_nodes
 from coarse.torch.backend.extension_agreement import agree_on_extension

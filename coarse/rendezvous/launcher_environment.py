@@ -13,7 +13,7 @@ from typing import Any
 
 from coarse.env import WorkerIdentity, is_of_tensorflow, process_environment
 from coarse.errors import RendezvousError
-from coarse.socket_store import Address, LocalAddress, TcpAddress
+from coarse.rendezvous.socket_store import Address, LocalAddress, TcpAddress
 
 _MPI = {  # rank and number of workers, in the job and on this node
     "Open MPI": (

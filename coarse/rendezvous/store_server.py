@@ -1,4 +1,4 @@
-"""Serves a rendezvous store over a socket, where no framework brings one. coarse.socket_store has the other end.
+"""Serves a rendezvous store over a socket, where no framework brings one. socket_store.py has the other end.
 
 A connection begins with a handshake in which both ends prove that they know the job's secret; then it asks. What a
 peer can hold is bounded: connections, the time for a handshake or a request, bytes of a key, of a value, of all.
@@ -22,9 +22,9 @@ import time
 from collections import deque
 from typing import Protocol
 
-from coarse.job_secret import PROOF_BYTES, JobSecret
-from coarse.local_sockets import peer_of
-from coarse.strangers import Acceptor, RareWarnings
+from coarse.security.job_secret import PROOF_BYTES, JobSecret
+from coarse.security.local_sockets import peer_of
+from coarse.security.strangers import Acceptor, RareWarnings
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
-from coarse import private_directories
 from coarse.errors import RendezvousError
+from coarse.security import private_directories
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid: unix(7), SO_PEERCRED
 

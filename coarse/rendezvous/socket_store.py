@@ -1,4 +1,4 @@
-"""A rendezvous store that worker 0 serves over a socket, where no framework brings one (coarse.store_server)."""
+"""A rendezvous store that worker 0 serves over a socket, where no framework brings one (store_server.py)."""
 
 from __future__ import annotations
 
@@ -13,13 +13,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from coarse import local_sockets, private_directories
 from coarse.errors import RendezvousError, follow_up
-from coarse.job_secret import PROOF_BYTES, JobSecret
-from coarse.listening import listen_for_workers, meeting_host
-from coarse.scratch import hold
-from coarse.store import Store
-from coarse.store_server import (
+from coarse.rendezvous.store_server import (
     ADD,
     ANSWER,
     COUNT,
@@ -34,6 +29,11 @@ from coarse.store_server import (
     WELCOME,
     StoreServer,
 )
+from coarse.scratch import hold
+from coarse.security import local_sockets, private_directories
+from coarse.security.job_secret import PROOF_BYTES, JobSecret
+from coarse.security.listening import listen_for_workers, meeting_host
+from coarse.store import Store
 
 _FIRST_POLL_S = 0.001
 _LONGEST_POLL_S = 0.05
