@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import logging
 import sys
 import threading
 import time
@@ -21,6 +22,8 @@ from coarse.status.address import find_addresses
 
 if TYPE_CHECKING:  # of an extra
     from coarse.dashboard.server import Server
+
+logger = logging.getLogger(__name__)
 
 _DESCRIPTION = """\
 Shows a running job of this node in your browser: workers, memory devices and the links between them with what they
@@ -95,11 +98,18 @@ def _serve(server: Server) -> None:
 
 def _attend_launcher(sampler: Sampler, follower: Follower, server: Server, history: History) -> None:
     """Takes the launcher's events from standard input; ends the server after the job, when pages know its end."""
-    for line in sys.stdin:
-        event = json.loads(line)
-        sampler.tell(event["kind"], event["text"])
+    for line in sys.stdin.buffer:
+        _take_event(sampler, line)
     follower.close()
     until_s = time.monotonic() + (_LAST_SAMPLE_S if server.pages.last_sent else 0.0)
     while server.pages.last_sent < history.last_number and time.monotonic() < until_s:
         time.sleep(_POLL_S)
     server.close()
+
+
+def _take_event(sampler: Sampler, line: bytes) -> None:
+    try:
+        event = json.loads(line)
+        sampler.tell(event["kind"], event["text"])
+    except (ValueError, TypeError, KeyError):  # a launcher that is killed may leave half a line
+        logger.warning("an event of the launcher cannot be read: %r", line[:80])

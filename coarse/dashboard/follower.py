@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 
+from coarse.dashboard.checks import check_sample
 from coarse.dashboard.history import History, Recorder, as_values
 from coarse.dashboard.sampler import Sampler
 from coarse.dashboard.samples import RUNS
@@ -49,6 +50,8 @@ class Follower:
         """Takes a sample; without processes and events, it would repeat the one before."""
         try:
             sample = self._sampler.sample()
+            values = as_values(sample)
+            check_sample(values)
         except (
             Exception
         ) as error:  # processes of another version may answer anything; the next sample may succeed
@@ -56,7 +59,6 @@ class Follower:
             return
         is_running = sample.phase == RUNS
         if is_running or self._has_run or sample.events:
-            values = as_values(sample)
             self._history.add(values)
             self._record(values)
         self._has_run = is_running

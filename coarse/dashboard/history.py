@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO, TypeAlias
 
+from coarse.dashboard.checks import SampleError, check_sample
 from coarse.dashboard.samples import Sample
 from coarse.errors import CoarseError
+
+logger = logging.getLogger(__name__)
 
 Values: TypeAlias = dict[str, Any]
 """A sample as JSON values."""
@@ -21,6 +26,8 @@ _MOST_EVENTS = 1000
 
 _HEADER = {"format": "coarse-dashboard", "version": 1}
 _DIGITS = 4
+_LONGEST_LINE = 4 << 20
+_MOST_CHARACTERS = 384 << 20  # browsers read at most 512 Mi at once
 
 
 class RecordingError(CoarseError):
@@ -54,15 +61,18 @@ class History:
         self._most = most_samples
         self._samples: list[Values] = []
         self._events: deque[Values] = deque(maxlen=_MOST_EVENTS)
+        self._num_events = 0
         self._stride = 1
         self._num_added = 0
         self._lock = threading.Lock()
 
     def add(self, sample: Values) -> None:
-        """Adds the newest sample, and its events."""
+        """Adds the newest sample, and its events, which get the number of the sample and an id of their own."""
         number = sample["number"]
         with self._lock:
-            self._events.extend({**event, "number": number} for event in sample["events"])
+            for event in sample["events"]:
+                self._num_events += 1
+                self._events.append({**event, "number": number, "id": self._num_events})
             if self._num_added and (self._num_added - 1) % self._stride:  # the newest was taken between two
                 self._samples.pop()
             self._samples.append({**sample, "events": []})
@@ -118,46 +128,64 @@ class Recorder:
 
 
 def open_recording(path: Path) -> History:
-    """Reads the samples of a recorded job.
+    """Reads the samples of a recorded job. A last line without its end, as a killed recorder leaves it, is left out.
 
     Raises:
         OSError: If the file cannot be read.
-        RecordingError: If it is not a recording; names the line.
+        RecordingError: If it is not a recording, or too large for a page; names the line.
     """
     history = History()
     with path.open(encoding="utf-8", errors="replace") as file:
-        for sample in _samples(file, path):
+        for sample in _samples(_lines(file, path), path):
             history.add(sample)
     if not history.last_number:
         raise RecordingError(f"{path}: the recording has no sample")
     return history
 
 
+def _lines(file: TextIO, path: Path) -> Iterator[str]:
+    """The whole lines of a file, none of them so long that a page could not show as many as it may get."""
+    longest = 0
+    for number, line in enumerate(iter(partial(file.readline, _LONGEST_LINE + 1), ""), 1):
+        longest = max(longest, len(line))
+        if longest > _LONGEST_LINE or longest * min(number, MOST_SAMPLES) > _MOST_CHARACTERS:
+            raise RecordingError(
+                f"{path}: line {number}: with lines of {longest} characters or more, it is too large for a "
+                "page; it is no recording of the dashboard"
+            )
+        if line.endswith("\n"):
+            yield line
+        else:
+            logger.warning("%s: line %d is cut off, and left out", path, number)
+
+
 def _samples(lines: Iterable[str], path: Path) -> Iterator[Values]:
+    last = 0
     for number, line in enumerate(lines, 1):
-        if not line.endswith("\n"):  # its writer was killed
-            return
         try:
-            values = json.loads(line)
-        except ValueError:
+            values = json.loads(line, parse_constant=_refuse)
+            if number > 1:
+                check_sample(values)
+                _check_order(values["number"], last)
+        except SampleError as error:
+            raise RecordingError(f"{path}: line {number} is no sample of the dashboard: {error}") from None
+        except (ValueError, RecursionError):
             raise RecordingError(
                 f"{path}: line {number} is not JSON; it is no recording of the dashboard"
             ) from None
-        if number == 1:
-            if values != _HEADER:
-                raise RecordingError(
-                    f"{path}: no recording of this version of the dashboard: it begins with {line[:80]!r}"
-                )
-        elif not _is_sample(values):
-            raise RecordingError(f"{path}: line {number} is no sample of the dashboard")
-        else:
+        if number > 1:
+            last = values["number"]
             yield values
+        elif values != _HEADER:
+            raise RecordingError(
+                f"{path}: no recording of this version of the dashboard: it begins with {line[:80]!r}"
+            )
 
 
-def _is_sample(values: Any) -> bool:
-    return (
-        isinstance(values, dict)
-        and Sample.__dataclass_fields__.keys() <= values.keys()
-        and isinstance(values["number"], int)
-        and isinstance(values["events"], list)
-    )
+def _refuse(constant: str) -> None:
+    raise ValueError(f"JSON has no {constant}")  # Python's reader has: NaN, Infinity
+
+
+def _check_order(number: int, last: int) -> None:
+    if number <= last:
+        raise SampleError(f"has the number {number}, after {last}")

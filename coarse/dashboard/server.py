@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import json
 import secrets
 import socket
 from collections.abc import Mapping
@@ -17,7 +18,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -92,7 +93,9 @@ class Pages:
     def _samples(self, after: str) -> Response:
         samples, events = self._history.after(int(after) if after.isdecimal() and len(after) < 19 else 0)
         self.last_sent = max(self.last_sent, *(each["number"] for each in samples), 0)
-        return JSONResponse({"is_live": self._is_live, "samples": samples, "events": events})
+        found = {"is_live": self._is_live, "samples": samples, "events": events}
+        # Not JSONResponse: names of files may have bytes that are no UTF-8, which it cannot encode.
+        return Response(json.dumps(found, separators=(",", ":")), media_type="application/json")
 
 
 def _not_found() -> Response:

@@ -129,7 +129,10 @@ class Responder:
                 return
             connection.settimeout(_PEER_TIMEOUT_S)
             question = connection.recv(64).decode(errors="replace")
-            connection.sendall(json.dumps(self._answer(question)).encode())
+            answer = json.dumps(self._answer(question), ensure_ascii=False)
+            connection.sendall(
+                answer.encode(errors="replace")
+            )  # names of files may have bytes that are no UTF-8
 
     def _answer(self, question: str) -> Report:
         if question not in (STATUS, STACKS):

@@ -10,9 +10,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from subprocess import DEVNULL, PIPE
@@ -20,12 +22,25 @@ from subprocess import DEVNULL, PIPE
 import pytest
 from run_harness import LIMIT_S, environment, spawned
 
-from coarse.dashboard.history import Recorder, as_values
-from coarse.dashboard.samples import RUNS, TRAINS, Checkpoints, Device, Link, Memory, Sample, Worker
+from coarse.dashboard.history import History, Recorder, as_values
+from coarse.dashboard.samples import (
+    JOB,
+    RUNS,
+    TRAINS,
+    Checkpoints,
+    Device,
+    Event,
+    Link,
+    Memory,
+    Sample,
+    Worker,
+)
 
 pytest.importorskip("coarse.kernels._native", reason="needs the native module")
 pytest.importorskip("uvicorn")
 pytest.importorskip("starlette")
+
+from coarse.dashboard.server import Server
 
 SCRIPT = Path(__file__).with_name("dashboard_script.py")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -313,3 +328,126 @@ def test_a_missing_package_is_named_with_what_brings_it(command):
     assert "uvicorn" in done.stderr
     assert "pip install 'coarse-train[dashboard]'" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+HOSTILE = '<img src=x onerror="document.title=1"><script>document.title=2</script>&amp;'
+"""HTML that would run if the page took it as such."""
+
+CHOICES = ("phase", "state", "kind")
+
+
+def changed(value, of_text, of_number):
+    """JSON values with other texts and numbers, except those that are one of a few words."""
+    if isinstance(value, dict):
+        return {
+            name: each if name in CHOICES else changed(each, of_text, of_number)
+            for name, each in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [changed(each, of_text, of_number) for each in value]
+    if isinstance(value, bool):
+        return value
+    return of_text(value) if isinstance(value, str) else of_number(value)
+
+
+def hostile_recording(path):
+    """Texts that are HTML; then the largest numbers; both with workers that are there twice."""
+    values = as_values(of_many_workers(1, 2))
+    values["events"] = [{"time_s": 0, "kind": "fault", "text": ""}]
+    values["decisions"] = ["", ""]
+    values["links"][0]["algorithms"] = [""]
+    values["workers"][0]["blocked_by"][HOSTILE] = 1.0
+    for name in ("workers", "devices", "links", "memory"):
+        values[name] *= 2
+    texts = changed(values, lambda _: HOSTILE, lambda number: number)
+    numbers = changed(texts, str, lambda _: 2**53)
+    recorder = Recorder(path)
+    recorder.add(texts)
+    recorder.add(numbers)
+    recorder.close()
+    return path
+
+
+class _Tags(HTMLParser):
+    """Collects the tags of a page with their attributes."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def handle_starttag(self, tag, attributes):
+        self.found.append((tag, dict(attributes)))
+
+
+@in_a_browser
+def test_no_text_and_no_number_of_a_recording_breaks_the_page(tmp_path):
+    with showing("--open", hostile_recording(tmp_path / "job.jsonl")) as url:
+        page = page_of(url, tmp_path)
+    tags = _Tags()
+    tags.feed(page)
+    assert [attributes["src"] for tag, attributes in tags.found if tag in ("img", "script")] == [
+        "main.js",
+        "icon.svg",
+    ]
+    assert not [name for _, attributes in tags.found for name in attributes if name.startswith("on")]
+    for part in ("program", "doing", "memory", "routes", "events"):
+        assert HOSTILE in text_of(page, part), part
+    assert f"step {2**53}</title>" in page
+    assert text_of(page, "phase") == "recorded, running"
+    assert text_of(page, "events").count(HOSTILE) == 2, "of both samples: the page was drawn to its end"
+
+
+class GrowingHistory(History):
+    """Has one more sample with one event after each question."""
+
+    def after(self, number):
+        found = super().after(number)
+        self.grow()
+        return found
+
+    def grow(self):
+        number = self.last_number + 1
+        event = Event(time_s=number, kind=JOB, text=f"event {number}")
+        self.add(as_values(replace(of_many_workers(number, 1), events=(event,))))
+
+
+@contextlib.contextmanager
+def serving(history):
+    """The URL of a live page."""
+    server = Server(history, is_live=True)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        yield server.url
+    finally:
+        server.close()
+        thread.join(LIMIT_S)
+
+
+@in_a_browser
+def test_new_events_are_shown_after_old_ones_have_fallen_out(tmp_path):
+    """The page begins again with what the server still has when it holds more than 1200 samples."""
+    history = GrowingHistory(most_samples=4000)
+    for _ in range(1300):
+        history.grow()
+    with serving(history) as url:
+        page = page_of(url, tmp_path)
+    shown = list(map(int, re.findall(r"event (\d+)", text_of(page, "events"))))
+    assert shown[0] > 1300
+    assert shown == list(range(shown[0], shown[0] - 500, -1))
+
+
+def test_half_an_event_of_a_killed_launcher_ends_nothing(tmp_path):
+    events = b'{"kind": "fault", "text\n{"kind": "fault", "text": "worker 1 was killed"}\n[]\n{"kind": "fault'
+    record = tmp_path / "job.jsonl"
+    done = subprocess.run(
+        [sys.executable, "-m", "coarse", "dashboard", "0" * 8, "--launched", "--record", record],
+        env=environment(),
+        input=events,
+        capture_output=True,
+        timeout=LIMIT_S,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count(b"an event of the launcher cannot be read") == 3
+    _, *samples = map(json.loads, record.read_text().splitlines())
+    assert [each["text"] for sample in samples for each in sample["events"]] == ["worker 1 was killed"]

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import secrets
 from itertools import pairwise
 
 import pytest
 
+from coarse.dashboard import history as recordings
 from coarse.dashboard.events import Changes
+from coarse.dashboard.follower import Follower
 from coarse.dashboard.history import History, Recorder, RecordingError, as_values, open_recording
 from coarse.dashboard.pace import Pace, StepTimes
 from coarse.dashboard.readings import Counters, Reading
-from coarse.dashboard.sampler import slowest_of
+from coarse.dashboard.sampler import Sampler, slowest_of
 from coarse.dashboard.samples import (
     CHECKPOINT,
     FAULT,
@@ -24,8 +28,9 @@ from coarse.dashboard.samples import (
     Sample,
     Worker,
 )
-from coarse.status.address import MEMORY_DEVICE, WORKER, Address
-from coarse.status.questions import Answer
+from coarse.status.address import MEMORY_DEVICE, WORKER, Address, find_addresses
+from coarse.status.questions import Answer, ask
+from coarse.status.responder import Responder
 
 STEP = 'coarse_step_seconds_{}{{worker="0"}}'
 
@@ -314,7 +319,7 @@ def test_only_newer_samples_and_events_are_given():
     assert history.after(3) == ([], [])
 
 
-def test_a_recording_is_read_as_it_was_written_without_its_torn_last_line(tmp_path):
+def test_a_recording_is_read_as_it_was_written_without_its_torn_last_line(tmp_path, caplog):
     recorder = Recorder(tmp_path / "job")
     written = [as_values(sample(number, "x")) for number in (1, 2)]
     for each in written:
@@ -324,7 +329,9 @@ def test_a_recording_is_read_as_it_was_written_without_its_torn_last_line(tmp_pa
         file.write('{"number":3,"time')
     samples, events = open_recording(tmp_path / "job").after(0)
     assert samples == [{**each, "events": []} for each in written]
-    assert events == [{**written[place]["events"][0], "number": place + 1} for place in (0, 1)]
+    numbered = ({"number": number, "id": number} for number in (1, 2))
+    assert events == [each["events"][0] | of for each, of in zip(written, numbered, strict=True)]
+    assert caplog.messages == [f"{tmp_path / 'job'}: line 4 is cut off, and left out"]
 
 
 @pytest.mark.parametrize(
@@ -343,3 +350,115 @@ def test_a_file_that_is_no_recording_is_refused_by_name(tmp_path, content, expec
     with pytest.raises(RecordingError, match=expected) as refused:
         open_recording(tmp_path / "file")
     assert str(tmp_path / "file") in str(refused.value)
+
+
+def test_events_keep_their_ids_when_older_ones_fall_out():
+    history = History()
+    for number in range(1, 1102):
+        history.add(as_values(sample(number, "x")))
+    _, events = history.after(0)
+    assert [each["id"] for each in events] == list(range(102, 1102))
+
+
+HEADER = '{"format":"coarse-dashboard","version":1}\n'
+
+
+def recording(path, *lines):
+    path.write_text(HEADER + "".join(f"{line}\n" for line in lines))
+    return path
+
+
+def line_with(change):
+    """A sample's line after a change of its values."""
+    values = as_values(sample(1, "began"))
+    change(values)
+    return json.dumps(values)
+
+
+def of_worker(**values):
+    return lambda sample: sample["workers"][0].update(values)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda sample: sample.pop("memory"), r"it lacks 'memory'"),
+        (lambda sample: sample["workers"][0].pop("pid"), r"workers\[0\] lacks 'pid'"),
+        (lambda sample: sample.update(number=10**400), r"number is 1000+, not a usual integer"),
+        (lambda sample: sample.update(number=-1), r"it has the number -1, after 0"),
+        (lambda sample: sample.update(steps_per_s="fast"), r"steps_per_s is 'fast', not a usual number"),
+        (lambda sample: sample.update(restarts=True), r"restarts is True, not a usual integer"),
+        (lambda sample: sample.update(restarts=0.5), r"restarts is 0.5, not a usual integer"),
+        (lambda sample: sample.update(phase="<b>"), r"phase is '<b>', not awaited or runs or over"),
+        (lambda sample: sample.update(workers={}), r"workers is {}, not an array"),
+        (lambda sample: sample.update(checkpoints=None), r"checkpoints is None, not an object"),
+        (lambda sample: sample.update(decisions=[["x"]]), r"decisions\[0\] is \['x'\], not text"),
+        (lambda sample: sample.update(events=["began"]), r"events\[0\] is 'began', not an object"),
+        (lambda sample: sample["events"][0].update(kind="x"), r"events\[0\].kind is 'x', not fault or"),
+        (of_worker(step_s=1e300), r"workers\[0\].step_s is 1e\+300, not a usual number"),
+        (of_worker(blocked_by={"a": None}), r"workers\[0\].blocked_by\['a'\] is None, not a usual number"),
+        (of_worker(blocked_by=[]), r"workers\[0\].blocked_by is \[\], not an object"),
+        (of_worker(state=["trains"]), r"workers\[0\].state is \['trains'\], not text"),
+        (of_worker(doing="x" * 50, rank="y" * 5000), r"workers\[0\].rank is 'y{39}, not a usual integer"),
+        (lambda sample: sample.update(memory=20_000 * [{}]), r"memory has 20000 items, more than 16384"),
+    ],
+)
+def test_a_sample_that_could_break_the_page_is_refused_by_place(tmp_path, change, problem):
+    file = recording(tmp_path / "job", line_with(change))
+    with pytest.raises(RecordingError, match=rf"job: line 2 is no sample of the dashboard: {problem}"):
+        open_recording(file)
+
+
+@pytest.mark.parametrize("nonsense", ["NaN", "-Infinity", "1e999", "9" * 5000, 100_000 * "[", '"\\u12"', "00"])
+def test_numbers_that_are_none_and_endless_nesting_are_refused(tmp_path, nonsense):
+    line = line_with(lambda sample: sample.update(steps_per_s="here")).replace('"here"', nonsense)
+    with pytest.raises(RecordingError, match="job: line 2 is (not JSON|no sample)"):
+        open_recording(recording(tmp_path / "job", line))
+
+
+def test_samples_out_of_order_are_refused(tmp_path):
+    lines = [json.dumps(as_values(sample(number))) for number in (1, 3, 3)]
+    with pytest.raises(RecordingError, match="line 4 is no sample of the dashboard: it has the number 3, after 3"):
+        open_recording(recording(tmp_path / "job", *lines))
+
+
+def test_a_line_without_end_is_refused_before_it_fills_the_memory(tmp_path):
+    (tmp_path / "job").write_text(HEADER + " " * (recordings._LONGEST_LINE + 1))
+    with pytest.raises(RecordingError, match="line 2: with lines of 4194305 characters or more, it is too large"):
+        open_recording(tmp_path / "job")
+
+
+def test_more_than_a_page_can_hold_is_refused(tmp_path, monkeypatch):
+    lines = [json.dumps(as_values(sample(number))) for number in range(1, 10)]
+    file = recording(tmp_path / "job", *lines)
+    monkeypatch.setattr(recordings, "_MOST_CHARACTERS", 10 * len(lines[0]) + 100)
+    assert open_recording(file).last_number == 9
+    monkeypatch.setattr(recordings, "_MOST_CHARACTERS", 5 * len(lines[0]))
+    with pytest.raises(RecordingError, match="line 5: with lines of"):
+        open_recording(file)
+
+
+@contextlib.contextmanager
+def answering(**report):
+    """A process of a job that answers so; the job's id."""
+    job = secrets.token_hex(4)
+    values = {"step": 1, "waits_s": 0.0, "waits_for": "", "synchronised_s": 0.0} | report
+    responder = Responder(Address.of_this_process(job, WORKER, 0), lambda: values)
+    try:
+        yield job
+    finally:
+        responder.close()
+
+
+def test_a_process_that_says_nonsense_gives_no_sample(caplog):
+    history = History()
+    with answering(waits_s=float("nan")) as job:
+        Follower(Sampler(job), history).close()
+    assert history.last_number == 0
+    assert "no sample could be taken: workers[0].waits_s is nan, not a usual number" in caplog.messages
+
+
+def test_names_of_files_that_are_no_utf_8_are_readable():
+    with answering(program="\udcff.py") as job:
+        (said,) = ask(find_addresses(job))
+    assert said.report["program"] == "?.py"

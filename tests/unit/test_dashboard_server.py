@@ -92,6 +92,21 @@ def test_samples_are_those_after_a_number(server):
     assert server.pages.last_sent == 3
 
 
+def test_text_that_is_no_utf_8_is_served():
+    history = History()
+    history.add(values(1) | {"program": "\udcff.py"})
+    made = Server(history, is_live=False)
+    thread = threading.Thread(target=made.run)
+    thread.start()
+    try:
+        status, _, body = ask(made, f"{token(made)}/samples")
+    finally:
+        made.close()
+        thread.join(LIMIT_S)
+    assert status == 200
+    assert json.loads(body)["samples"][0]["program"] == "\udcff.py"
+
+
 def test_without_the_right_token_nothing_is_found(server):
     right = token(server)
     assert len(right) >= 32

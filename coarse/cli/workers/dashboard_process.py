@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -73,8 +74,25 @@ def dashboard(job: str, options: DashboardOptions) -> Iterator[Tell]:
 
 
 def _tell(fd: int, kind: str, text: str) -> None:
-    with contextlib.suppress(OSError):  # it may be gone
-        os.write(fd, json.dumps({"kind": kind, "text": text}).encode() + b"\n")
+    with contextlib.suppress(OSError):  # it may be gone, or read too slowly
+        os.write(fd, line_of(kind, text))
+
+
+def line_of(kind: str, text: str) -> bytes:
+    """An event as a line of JSON that a pipe takes whole or not at all: a text that is too long ends in "...".
+
+    Args:
+        kind, text: As for Tell.
+    """
+    line, kept = _encode(kind, text), text
+    while len(line) > select.PIPE_BUF:
+        kept = kept[: len(kept) * 9 // 10]
+        line = _encode(kind, f"{kept}...")
+    return line
+
+
+def _encode(kind: str, text: str) -> bytes:
+    return json.dumps({"kind": kind, "text": text}).encode() + b"\n"
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

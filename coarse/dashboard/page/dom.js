@@ -38,5 +38,5 @@ export function keep(parent, items, keyOf, make, update) {
     update(child, item, place);
     if (parent.children[place] !== child) parent.insertBefore(child, parent.children[place] ?? null);
   });
-  for (const child of before.values()) child.remove();
+  while (parent.children.length > items.length) parent.lastElementChild.remove(); // by place: items may share a key
 }

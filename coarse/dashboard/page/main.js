@@ -16,8 +16,8 @@ const CAUSES = { results: "results", all_reduce: "an all-reduce", queue: "room i
 
 const at = (id) => document.getElementById(id);
 let samples = [];
-let events = []; // with the numbers of their samples
-let chosen = -1; // place of the shown sample; -1 for the newest
+let events = []; // with the numbers of their samples, and ids
+let chosen = Infinity; // number of the shown sample; Infinity for the newest
 let isLive = true;
 let isLost = false;
 
@@ -35,15 +35,21 @@ async function poll() {
   } catch {
     isLost = true;
   }
-  draw();
   const isOver = isLost && newest()?.phase === "over";
   if (isLive && !isOver) setTimeout(poll, INTERVAL_MS);
+  draw();
 }
 
 const newest = () => samples[samples.length - 1];
 
+/** Place of the chosen sample, or of the one before it if the server has dropped it. */
+function placeShown() {
+  const later = samples.findIndex((sample) => sample.number > chosen);
+  return later < 0 ? samples.length - 1 : Math.max(0, later - 1);
+}
+
 function draw() {
-  const shown = chosen < 0 ? samples.length - 1 : Math.min(chosen, samples.length - 1);
+  const shown = placeShown();
   if (shown < 0) {
     drawNotice();
     return;
@@ -87,7 +93,7 @@ function drawHead(sample, shown) {
   slider.value = shown;
   slider.setAttribute("aria-valuetext", format.clock(sample.time_s));
   say(at("moment-text"), format.clock(sample.time_s));
-  at("live").setAttribute("aria-pressed", String(chosen < 0));
+  at("live").setAttribute("aria-pressed", String(chosen === Infinity));
   say(at("live"), isLive ? "Live" : "Newest");
 }
 
@@ -265,9 +271,9 @@ function drawRoutes(sample) {
 }
 
 function drawEvents(shown) {
-  const told = events.filter((event) => event.number <= samples[shown].number).map((event, place) => ({ ...event, place }));
+  const told = events.filter((event) => event.number <= samples[shown].number);
   const items = told.reverse().slice(0, MOST_EVENTS);
-  keep(at("events"), items, (event) => event.place, (event) => {
+  keep(at("events"), items, (event) => event.id, (event) => {
     const item = html("li", event.kind);
     const text = html("span");
     text.append(html("b", "", `${event.kind}: `), event.text);
@@ -277,7 +283,8 @@ function drawEvents(shown) {
 }
 
 function choose(place) {
-  chosen = place >= samples.length - 1 ? -1 : place;
+  chosen = samples[place]?.number ?? Infinity;
+  if (chosen === newest()?.number) chosen = Infinity;
   draw();
 }
 
