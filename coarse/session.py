@@ -597,6 +597,7 @@ class Session:
             "decisions": self.decisions(),
             "machine": self.settings.machine,
             "memories": [] if table is None else list(table.memories),
+            "nodes": [] if self._node is None else list(map(list, self._node.nodes.ranks)),
             "links": [] if self._profile is None else self._link_limits(self._profile),
         }
 

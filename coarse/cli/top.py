@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import os
-import select
 import sys
-import termios
 import time
-import tty
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -16,6 +12,7 @@ from typing import TYPE_CHECKING
 from coarse.cli.arguments import add_job, seconds
 from coarse.cli.main import ToldToEnd
 from coarse.cli.status import by_job, say_which
+from coarse.cli.terminal import Keys, Told, suspend
 from coarse.dashboard.sampler import Sampler
 from coarse.dashboard.samples import JOB, RUNS, Event, Sample
 from coarse.status.address import find_addresses
@@ -39,7 +36,7 @@ examples:
 _PLAIN_WIDTH = 160
 _PLAIN_ROWS = 256
 _KEPT_EVENTS = 5
-_LINES_BESIDE_ROWS = 9 + _KEPT_EVENTS  # heading, headers, empty lines, who is slow
+_LINES_BESIDE_ROWS = 10 + _KEPT_EVENTS  # heading, headers, empty lines, who is slow, what is elsewhere
 _NUM_TABLES = 3
 _LEAST_ROWS = 2
 _LEAST_INTERVAL_S = 0.1
@@ -120,53 +117,33 @@ def _print_once(samples: Iterator[Sample], events: Sequence[Event], job: str, ev
 
 def _show(samples: Iterator[Sample], events: Sequence[Event], every_s: float) -> bool:
     """Renews the screen until the job ends; False if the user presses q or Ctrl-C before."""
+    try:
+        while (told := _fill_screen(samples, events, every_s)) in (Told.SUSPEND, Told.CONTINUED):
+            if told is Told.SUSPEND:
+                suspend()
+    except ToldToEnd:
+        raise
+    except KeyboardInterrupt:
+        return False
+    return told is not Told.QUIT
+
+
+def _fill_screen(samples: Iterator[Sample], events: Sequence[Event], every_s: float) -> Told:
+    """Renews the screen until the job ends, or the user or the terminal says that it must be left."""
     from rich.console import Console
     from rich.live import Live
 
     from coarse.cli.top_view import view
 
     console = Console(highlight=False)
-    try:
-        with _Keys() as keys, Live(console=console, screen=True, auto_refresh=False) as live:
-            for sample in samples:
-                live.update(view(sample, events, most_rows=_most_rows(console)), refresh=True)
-                if keys.is_pressed("q", every_s):
-                    return False
-    except ToldToEnd:
-        raise
-    except KeyboardInterrupt:
-        return False
-    return True
+    with Keys("q") as keys, Live(console=console, screen=True, auto_refresh=False) as live:
+        for sample in samples:
+            live.update(view(sample, events, most_rows=_most_rows(console)), refresh=True)
+            if (told := keys.wait(every_s)) not in (Told.NOTHING, Told.RESIZED):
+                return told
+    return Told.NOTHING
 
 
 def _most_rows(console: Console) -> int:
     return max(_LEAST_ROWS, (console.height - _LINES_BESIDE_ROWS) // _NUM_TABLES)
 
-
-class _Keys:
-    """Single keys of the terminal, within a `with` block; Ctrl-C and Ctrl-Z stay signals."""
-
-    def __init__(self) -> None:
-        self._fd = sys.stdin.fileno() if sys.stdin.isatty() else -1
-
-    def __enter__(self) -> _Keys:
-        if self._fd >= 0:
-            self._before = termios.tcgetattr(self._fd)
-            tty.setcbreak(self._fd)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._fd >= 0:
-            termios.tcsetattr(self._fd, termios.TCSADRAIN, self._before)
-
-    def is_pressed(self, key: str, timeout_s: float) -> bool:
-        """Waits at most `timeout_s` for a key; True also if the terminal is gone."""
-        if self._fd < 0:
-            time.sleep(timeout_s)
-            return False
-        until_s = time.monotonic() + timeout_s
-        while select.select([self._fd], [], [], max(0.0, until_s - time.monotonic()))[0]:
-            typed = os.read(self._fd, 64).decode(errors="ignore").lower()
-            if not typed or key in typed:
-                return True
-        return False

@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from rich.console import Group, JustifyMethod, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -19,6 +20,7 @@ _STATE_STYLES = {SILENT: "red", STARTS: "dim", WAITS: "cyan"}
 _LIMITING_STYLE = "yellow"
 _FAULT_STYLE = "red"
 _LIMITING_SHARE = 0.9  # use of a link or of sync cores from which they count as what limits the job
+_LEAST_TEXT = 8  # columns of the terminal for the last column of a table
 
 
 def view(sample: Sample, events: Sequence[Event], *, most_rows: int) -> RenderableType:
@@ -32,7 +34,7 @@ def view(sample: Sample, events: Sequence[Event], *, most_rows: int) -> Renderab
     tables = [_workers(sample, most_rows), _devices(sample, most_rows), _links(sample.links, most_rows)]
     parts: list[RenderableType] = [_heading(sample)]
     for table in tables:
-        parts += [Text(), table] if table.row_count else []
+        parts += [Text(), table] if table.rows else []
     return Group(*parts, Text(), *_lines(sample, events))
 
 
@@ -71,8 +73,9 @@ def _heading(sample: Sample) -> Text:
     return heading.append(time.strftime("  %H:%M:%S", time.localtime(sample.time_s)), "not bold dim")
 
 
-def _workers(sample: Sample, most_rows: int) -> Table:
-    table = _table("worker", ">step", ">time", ">own", ">blocked", ">samples/s", ">memory", "doing")
+def _workers(sample: Sample, most_rows: int) -> _Rows:
+    columns = ("worker", ">step", ">time", ">own", ">blocked", ">samples/s", ">memory", "doing")
+    table = _Rows(*columns, dispensable=(">samples/s", ">memory", ">own", ">blocked"))
 
     def weight(worker: Worker) -> tuple[bool, ...]:
         return worker.rank == sample.slowest, worker.state == SILENT, worker.state == WAITS
@@ -80,7 +83,7 @@ def _workers(sample: Sample, most_rows: int) -> Table:
     for worker in _chosen(table, sample.workers, weight, most_rows):
         is_slowest = worker.rank == sample.slowest
         style = _LIMITING_STYLE if is_slowest else _STATE_STYLES.get(worker.state, "")
-        _add_row(table, style, _cells_of_worker(worker, is_slowest=is_slowest))
+        table.add(style, _cells_of_worker(worker, is_slowest=is_slowest))
     return table
 
 
@@ -95,13 +98,12 @@ def _cells_of_worker(worker: Worker, *, is_slowest: bool) -> Iterator[str]:
     yield f"{'slow: ' if is_slowest else ''}{worker.doing.removeprefix('is in ')}"
 
 
-def _devices(sample: Sample, most_rows: int) -> Table:
-    table = _table("device", "in", ">busy", ">cores", ">queue", ">pool", ">memory", "reserved for")
+def _devices(sample: Sample, most_rows: int) -> _Rows:
+    columns = ("device", "in", ">busy", ">cores", ">queue", ">pool", ">memory", "reserved for")
+    table = _Rows(*columns, dispensable=(">pool", ">cores", "in", ">queue", "reserved for"))
     for device in _chosen(table, sample.devices, lambda each: (each.is_silent, each.busy), most_rows):
         style = _LIMITING_STYLE if device.busy >= _LIMITING_SHARE else ""
-        _add_row(
-            table, _STATE_STYLES[SILENT] if device.is_silent else style, _cells_of_device(device, sample)
-        )
+        table.add(_STATE_STYLES[SILENT] if device.is_silent else style, _cells_of_device(device, sample))
     return table
 
 
@@ -118,11 +120,11 @@ def _cells_of_device(device: Device, sample: Sample) -> Iterator[str]:
     yield device.doing if device.is_silent else ", ".join(reserved)
 
 
-def _links(links: Sequence[Link], most_rows: int) -> Table:
-    table = _table("link", ">now", ">can", ">used", "algorithm")
+def _links(links: Sequence[Link], most_rows: int) -> _Rows:
+    table = _Rows("link", ">now", ">can", ">used", "algorithm", dispensable=("algorithm", ">can", ">used"))
     for link in _chosen(table, links, lambda each: (each.bytes_per_s,), most_rows):
         is_full = 0 < link.limit_bytes_per_s * _LIMITING_SHARE <= link.bytes_per_s
-        _add_row(table, _LIMITING_STYLE if is_full else "", _cells_of_link(link))
+        table.add(_LIMITING_STYLE if is_full else "", _cells_of_link(link))
     return table
 
 
@@ -138,26 +140,67 @@ def _cells_of_link(link: Link) -> Iterator[str]:
 def _lines(sample: Sample, events: Sequence[Event]) -> Iterator[Text]:
     if sample.why_slow:
         yield _line(sample.why_slow, _LIMITING_STYLE)
+    if sample.elsewhere:
+        yield _line(f"not shown: {', '.join(sample.elsewhere)}; coarse top on that node shows it", "dim")
     for event in events:
         yield _line(describe_event(event), _FAULT_STYLE if event.kind == FAULT else "")
 
 
-def _table(*columns: str) -> Table:
-    """A table without rows; columns that begin with ">" are aligned to the right, and others shrink."""
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold", caption_justify="left")
-    for column in columns:
-        is_number = column.startswith(">")
-        justify: JustifyMethod = "right" if is_number else "left"
-        table.add_column(column.removeprefix(">"), justify=justify, no_wrap=is_number)
-    return table
+class _Rows:
+    """A table that leaves out columns where the terminal is too narrow for all, and then cuts the last one.
 
+    Args:
+        columns: Their names; a name that begins with ">" stands above cells that are aligned to the right.
+        dispensable: Names of the columns to leave out, the first one first.
+    """
 
-def _add_row(table: Table, style: str, cells: Iterator[str]) -> None:
-    table.add_row(*map(_line, cells), style=style)
+    def __init__(self, *columns: str, dispensable: Sequence[str]) -> None:
+        self._columns = columns
+        self._dispensable = dispensable
+        self.rows: list[tuple[str, dict[str, str]]] = []
+        """The style of each row, and its cells by column."""
+        self.caption = ""
+
+    def add(self, style: str, cells: Iterator[str]) -> None:
+        """Adds a row with a cell for each column."""
+        self.rows.append((style, dict(zip(self._columns, cells, strict=True))))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        columns = self._fitting(options.max_width)
+        table = Table(
+            box=None,
+            padding=(0, 1, 0, 0),
+            pad_edge=False,
+            header_style="bold",
+            caption=self.caption or None,
+            caption_justify="left",
+        )
+        for column in columns:
+            name = column.removeprefix(">")
+            table.add_column(name, justify="left" if name == column else "right", no_wrap=column != columns[-1])
+        for style, cells in self.rows:
+            table.add_row(*(_line(cells[column]) for column in columns), style=style)
+        yield table
+
+    def _fitting(self, width: int) -> list[str]:
+        columns = list(self._columns)
+        for column in self._dispensable:
+            if self._least_width(columns) <= width:
+                break
+            columns.remove(column)
+        return columns
+
+    def _least_width(self, columns: Sequence[str]) -> int:
+        *others, last = map(self._width, columns)
+        is_text = not columns[-1].startswith(">")
+        return sum(others) + (min(last, _LEAST_TEXT) if is_text else last) + len(others)
+
+    def _width(self, column: str) -> int:
+        return max(map(cell_len, (column.removeprefix(">"), *(cells[column] for _, cells in self.rows))))
 
 
 def _chosen(
-    table: Table, items: Sequence[Item], weight: Callable[[Item], tuple[Any, ...]], most_rows: int
+    table: _Rows, items: Sequence[Item], weight: Callable[[Item], tuple[Any, ...]], most_rows: int
 ) -> Sequence[Item]:
     """The items for which `table` has room, a last line included: those of the greatest weight, in their order."""
     if len(items) <= most_rows:

@@ -158,13 +158,13 @@ def _names(answers: Sequence[Answer]) -> str:
     devices = sorted(each.address.number for each in answers if each.address.role != WORKER)
     parts = []
     if of_workers:
-        parts.append(f"worker{'s' * (len(of_workers) > 1)} {_ranges(of_workers)}")
+        parts.append(f"worker{'s' * (len(of_workers) > 1)} {ranges(of_workers)}")
     if devices:
-        parts.append(f"memory device{'s' * (len(devices) > 1)} {_ranges(devices)}")
+        parts.append(f"memory device{'s' * (len(devices) > 1)} {ranges(devices)}")
     return " and ".join(parts)
 
 
-def _ranges(numbers: Sequence[int]) -> str:
+def ranges(numbers: Sequence[int]) -> str:
     """Numbers in words: [0, 1, 2, 5] is "0 to 2, 5"."""
     runs = [
         [number for _, number in run]

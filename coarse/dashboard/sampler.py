@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 
-from coarse.dashboard.events import Changes
+from coarse.dashboard.events import Changes, ranges
 from coarse.dashboard.pace import Pace
 from coarse.dashboard.readings import Counters, Reading, read
 from coarse.dashboard.samples import (
@@ -122,6 +122,7 @@ class Sampler:
             links=tuple(self._links(reading)),
             memory=tuple(_memory(workers, devices, reading)),
             checkpoints=_checkpoints(counters),
+            elsewhere=tuple(elsewhere_of(workers, reading.plan.get("nodes", ()))),
             decisions=tuple(map(str, reading.plan.get("decisions", ()))),
             events=events,
         )
@@ -241,6 +242,14 @@ def _memory(workers: Sequence[Worker], devices: Sequence[Device], reading: Readi
             reserved[_SNAPSHOTS] = device.pool_bytes
         for what, num_bytes in reserved.items():
             yield Memory(owner=f"md{device.number}", what=what, num_bytes=num_bytes)
+
+
+def elsewhere_of(workers: Sequence[Worker], nodes: Sequence[Sequence[int]]) -> Iterator[str]:
+    """Nodes none of whose workers runs here, in words; `nodes` are the ranks of each."""
+    here = {worker.rank for worker in workers}
+    for node, ranks in enumerate(nodes):
+        if here.isdisjoint(ranks):
+            yield f"node {node} (worker{'s' * (len(ranks) > 1)} {ranges(ranks)})"
 
 
 def _checkpoints(counters: Counters) -> Checkpoints:

@@ -176,6 +176,8 @@ class Sample:
         slowest: Rank of the worker for which the others wait; -1 if none stands out.
         why_slow: That in words; "" if none stands out.
         workers, devices, links, memory, checkpoints: See there.
+        elsewhere: The other nodes of the job with their workers, in words, such as "node 1 (workers 2, 3)"; what they do
+            is not in the sample.
         decisions: What the session has decided about links, routes and algorithms, with reasons, one line each.
         events: What happened since the sample before.
     """
@@ -198,5 +200,6 @@ class Sample:
     links: tuple[Link, ...] = ()
     memory: tuple[Memory, ...] = ()
     checkpoints: Checkpoints
+    elsewhere: tuple[str, ...] = ()
     decisions: tuple[str, ...] = ()
     events: tuple[Event, ...] = ()

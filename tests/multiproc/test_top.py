@@ -7,6 +7,7 @@ import fcntl
 import os
 import re
 import select
+import shlex
 import signal
 import struct
 import subprocess
@@ -55,7 +56,10 @@ session.close()
 """
 
 TOP = (sys.executable, "-m", "coarse", "top")
-LEFT_ALTERNATE_SCREEN, SHOWN_CURSOR = "\x1b[?1049l", "\x1b[?25h"
+ALTERNATE_SCREEN, LEFT_ALTERNATE_SCREEN = "\x1b[?1049h", "\x1b[?1049l"
+SHOWN_CURSOR, HIDDEN_CURSOR = "\x1b[?25h", "\x1b[?25l"
+HOME = "\x1b[H"
+STYLE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 @pytest.fixture
@@ -71,35 +75,60 @@ def training(tmp_path):
 
 
 class Terminal:
-    """`coarse top` in a terminal of 100 x 30.
+    """A command in a terminal of 100 x 30, which is the one of its session.
 
     Args:
-        arguments: Of the command.
+        command: The command.
     """
 
-    def __init__(self, *arguments):
+    def __init__(self, *command):
         self._outside, self._inside = os.openpty()
-        fcntl.ioctl(self._inside, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
-        self._modes = termios.tcgetattr(self._inside)
+        self.resize(30, 100)
+        self.modes = termios.tcgetattr(self._inside)
         self.shown = ""
         self.process = subprocess.Popen(
-            [*TOP, *arguments],
+            command,
             stdin=self._inside,
             stdout=self._inside,
             stderr=self._inside,
-            env=environment(TERM="xterm-256color"),
+            env=environment(TERM="xterm-256color", ENV="", PS1="ready> "),
             start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
         )
 
-    def await_text(self, pattern):
+    def resize(self, rows, columns):
+        fcntl.ioctl(self._inside, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
+    def await_text(self, pattern, *, after=0):
+        """Waits until the output beyond `after` characters has the pattern; returns where it ends."""
         until_s = time.monotonic() + LIMIT_S
-        while not re.search(pattern, self.shown):
+        while not (found := re.compile(pattern).search(self.shown, after)):
             left_s = until_s - time.monotonic()
-            assert select.select([self._outside], [], [], max(0.0, left_s))[0], self.shown
-            self.shown += os.read(self._outside, 1 << 16).decode()
+            assert select.select([self._outside], [], [], max(0.0, left_s))[0], self.shown[after:]
+            self.shown += os.read(self._outside, 1 << 16).decode(errors="replace")
+        return found.end()
+
+    def await_screen(self, rows, columns):
+        """Waits until a whole screen of this size has been drawn; returns its lines."""
+        until_s = time.monotonic() + LIMIT_S
+        while [len(line) for line in self.screen()] != rows * [columns]:
+            left_s = until_s - time.monotonic()
+            assert select.select([self._outside], [], [], max(0.0, left_s))[0], self.screen()
+            self.shown += os.read(self._outside, 1 << 16).decode(errors="replace")
+        return self.screen()
+
+    def screen(self):
+        """The lines that were drawn last, without colours."""
+        return STYLE.sub("", self.shown.rpartition(HOME)[2]).split("\r\n")
 
     def type(self, keys):
         os.write(self._outside, keys)
+
+    def is_as_before(self):
+        """Whether cursor, screen and modes are those of a shell."""
+        has_cursor = self.shown.rfind(SHOWN_CURSOR) > self.shown.rfind(HIDDEN_CURSOR)
+        has_left = self.shown.rfind(LEFT_ALTERNATE_SCREEN) > self.shown.rfind(ALTERNATE_SCREEN)
+        return has_cursor and has_left and termios.tcgetattr(self._inside) == self.modes
 
     def check_end(self):
         """That it ends without an error, and leaves the terminal as it was."""
@@ -107,8 +136,7 @@ class Terminal:
         assert self.process.wait(timeout=LIMIT_S) == 0
         while select.select([self._outside], [], [], 0)[0]:
             self.shown += os.read(self._outside, 1 << 16).decode()
-        assert self.shown.rfind(SHOWN_CURSOR) > self.shown.rfind("\x1b[?25l")
-        assert termios.tcgetattr(self._inside) == self._modes
+        assert self.is_as_before()
 
     def close(self):
         self.process.kill()
@@ -140,20 +168,15 @@ def test_without_a_terminal_it_prints_once(training):
 
 @pytest.mark.parametrize("key", [b"q", b"\x03"], ids=["q", "Ctrl-C"])
 def test_a_key_ends_it_and_the_terminal_is_as_before(training, key):
-    with contextlib.closing(Terminal(training[0], "--every", "0.2")) as top:
+    with contextlib.closing(Terminal(*TOP, training[0], "--every", "0.2")) as top:
         top.await_text("slow: ")
-        if key == b"\x03":
-            os.killpg(
-                top.process.pid, signal.SIGINT
-            )  # the terminal is not the session's, which would send it
-        else:
-            top.type(key)
+        top.type(key)
         top.check_end()
 
 
 def test_it_ends_with_the_job(training):
     job, end = training
-    with contextlib.closing(Terminal(job, "--every", "0.2")) as top:
+    with contextlib.closing(Terminal(*TOP, job, "--every", "0.2")) as top:
         top.await_text("slow: ")
         end()
         top.check_end()
@@ -166,3 +189,68 @@ def test_without_a_job_it_says_so():
     )
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == "coarse top: no job ffffffff of this user runs on this node\n"
+
+
+def test_the_screen_follows_the_size_of_the_terminal_at_once(training):
+    """Also between two readings, a minute apart."""
+    with contextlib.closing(Terminal(*TOP, training[0], "--every", "60")) as top:
+        top.await_screen(30, 100)
+        for rows, columns in ((24, 80), (24, 40), (10, 40), (50, 132)):
+            top.resize(rows, columns)
+            lines = top.await_screen(rows, columns)
+            assert lines[0].startswith(f"job {training[0]}: train.py")
+            assert re.match(r"1 +\d+ +[\d.]+ [mu]s ", lines[4]), "worker 1, its step and time, whatever the width"
+        top.type(b"q")
+        top.check_end()
+
+
+@pytest.mark.parametrize("stop", ["Ctrl-Z", "SIGSTOP"])
+def test_a_shell_gets_its_terminal_while_the_command_is_stopped(training, stop):
+    with contextlib.closing(Terminal("/bin/sh", "-i")) as shell:
+        at = shell.await_text("ready> ")
+        modes = termios.tcgetattr(shell._inside)
+        shell.type(f"{shlex.join(TOP)} {training[0]} --every 0.2\n".encode())
+        at = shell.await_text("slow: ", after=at)
+        if stop == "Ctrl-Z":
+            shell.type(b"\x1a")
+            at = shell.await_text(re.escape(LEFT_ALTERNATE_SCREEN), after=at)
+            at = shell.await_text("Stopped[^>]*ready> ", after=at)
+            assert shell.is_as_before()
+            assert termios.tcgetattr(shell._inside) == modes
+        else:
+            os.killpg(os.tcgetpgrp(shell._outside), signal.SIGSTOP)
+            at = shell.await_text("Stopped[^>]*ready> ", after=at)
+        shell.type(b"fg\n")
+        at = shell.await_text(re.escape(ALTERNATE_SCREEN), after=at)
+        at = shell.await_text("slow: ", after=at)
+        shell.type(b"q")
+        shell.await_text("ready> ", after=at)
+        assert shell.is_as_before()
+        shell.type(b"exit\n")
+        assert shell.process.wait(LIMIT_S) == 0
+
+
+def test_what_runs_on_other_nodes_is_named(tmp_path):
+    (tmp_path / "store").mkdir(mode=0o700)
+    script, end = tmp_path / "train.py", tmp_path / "end"
+    script.write_text(TRAIN)
+    with contextlib.ExitStack() as nodes:
+        launchers = [
+            nodes.enter_context(
+                spawned(
+                    *("-n", "1", "-q", "--nnodes", "2", "--node-rank", str(rank)),
+                    *("--master-addr", "127.0.0.1", "--master-port", "29500"),
+                    *(script, tmp_path / "store", end),
+                    stdout=PIPE,
+                    COARSE_NODE=f"node{rank}",
+                    COARSE_JOB_SECRET="0123456789abcdef" * 2,
+                )
+            )
+            for rank in (0, 1)
+        ]
+        pid = int(launchers[1].stdout.readline().split()[-1])
+        (job,) = {each.job for each in find_addresses() if each.pid == pid}
+        done = subprocess.run([*TOP, job], env=environment(), capture_output=True, text=True, timeout=LIMIT_S)
+        end.touch()
+        assert [each.wait(LIMIT_S) for each in launchers] == [0, 0]
+    assert "not shown: node 0 (worker 0); coarse top on that node shows it" in done.stdout.splitlines()

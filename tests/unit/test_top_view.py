@@ -7,6 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
+from coarse.cli.top import _most_rows
 from coarse.cli.top_view import format_rate, format_time, view
 from coarse.dashboard.samples import (
     FAULT,
@@ -125,3 +126,31 @@ def test_rates(rate, text):
 )
 def test_times(seconds, text):
     assert format_time(seconds) == text
+
+
+def test_a_narrow_terminal_shows_fewer_columns_and_cuts_no_number():
+    lines = shown(sample(2, slowest=1, why_slow="worker 1 takes 80 ms"), (), width=40, most_rows=3)
+    assert max(map(len, lines)) <= 40
+    text = "\n".join(lines)
+    assert "worker   step   time blocked doing" in text
+    for row in ("0      123456 123 ms     19% read_a", "md0", "worker 0 to md0", "worker 1 to md1"):
+        assert row in text, text
+    tables = [line for line in lines if line.startswith(("0 ", "1 ", "md", "worker "))]
+    assert all("…" not in line[:30] for line in tables), text
+
+
+@pytest.mark.parametrize("width", [20, 30, 40, 55, 79, 80, 100, 120])
+def test_lines_are_never_longer_than_the_terminal_is_wide(width):
+    events = [Event(time_s=0.0, kind=FAULT, text="x" * 200)]
+    long_name = device(0, memory="dax:/dev/dax0.0:0-68719476736")
+    found = shown(sample(3, why_slow="y" * 200, devices=(long_name,)), events, width=width)
+    assert max(map(len, found)) <= width
+
+
+def test_a_large_job_with_everything_fits_a_terminal_of_80_times_24():
+    events = [Event(time_s=float(each), kind=FAULT, text="worker 1 was lost") for each in range(5)]
+    everything = sample(64, slowest=1, why_slow="worker 1 takes 80 ms", elsewhere=("node 1 (workers 64 to 127)",))
+    most_rows = _most_rows(Console(width=80, height=24))
+    lines = shown(everything, events, most_rows=most_rows)
+    assert len(lines) <= 24
+    assert "not shown: node 1 (workers 64 to 127); coarse top on that node shows it" in lines

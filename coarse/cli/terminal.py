@@ -1,0 +1,102 @@
+"""The terminal of a command that fills the screen: single keys, Ctrl-Z, and changes of its size."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import os
+import select
+import signal
+import sys
+import termios
+import time
+import tty
+from collections.abc import Iterator
+from types import FrameType
+
+
+class Told(enum.Enum):
+    """What the user or the terminal has told the command; a later one counts more than the ones before."""
+
+    NOTHING = enum.auto()
+    RESIZED = enum.auto()
+    CONTINUED = enum.auto()
+    """The process had been stopped, and the screen may show anything."""
+    SUSPEND = enum.auto()
+    """The user has pressed Ctrl-Z, and this process goes on: leave the screen, and call suspend()."""
+    QUIT = enum.auto()
+
+
+_SIGNALS = {signal.SIGWINCH: Told.RESIZED, signal.SIGCONT: Told.CONTINUED, signal.SIGTSTP: Told.SUSPEND}
+
+
+class Keys:
+    """Single keys and signals of the terminal, within a `with` block in the main thread; Ctrl-C stays a signal.
+
+    Args:
+        quit_key: The key that ends the command.
+    """
+
+    def __init__(self, quit_key: str) -> None:
+        self._quit_key = quit_key
+        self._inputs = [sys.stdin.fileno()] if sys.stdin.isatty() else []
+        self._signals = -1
+        self._block = contextlib.ExitStack()
+
+    def __enter__(self) -> Keys:
+        with contextlib.ExitStack() as block:
+            self._signals = block.enter_context(_signals_in_a_pipe())
+            for fd in self._inputs:
+                block.callback(termios.tcsetattr, fd, termios.TCSADRAIN, termios.tcgetattr(fd))
+                tty.setcbreak(fd)
+            self._block = block.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._block.close()
+
+    def wait(self, timeout_s: float) -> Told:
+        """Waits at most `timeout_s` for a signal or the key; QUIT also if the terminal is gone."""
+        until_s = time.monotonic() + timeout_s
+        told = Told.NOTHING
+        while told is Told.NOTHING:
+            left_s = max(0.0, until_s - time.monotonic())
+            ready = select.select([self._signals, *self._inputs], [], [], left_s)[0]
+            if not ready:
+                return Told.NOTHING
+            told = max(map(self._read, ready), key=lambda each: each.value)
+        return told
+
+    def _read(self, fd: int) -> Told:
+        data = os.read(fd, 64)
+        if fd == self._signals:
+            told = [_SIGNALS[signal.Signals(number)] for number in data if number in _SIGNALS]
+            return max(told, key=lambda each: each.value, default=Told.NOTHING)
+        is_quit = not data or self._quit_key in data.decode(errors="ignore").lower()
+        return Told.QUIT if is_quit else Told.NOTHING
+
+
+def suspend() -> None:
+    """Stops this process as Ctrl-Z does by default; returns when it is continued."""
+    signal.raise_signal(signal.SIGTSTP)
+
+
+@contextlib.contextmanager
+def _signals_in_a_pipe() -> Iterator[int]:
+    """Makes the numbers of signals readable, each as a byte; ignored ones stay ignored."""
+    reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    heard = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    handlers = {number: signal.signal(number, _do_nothing) for number in heard}
+    wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    try:
+        yield reader
+    finally:
+        signal.set_wakeup_fd(wakeup)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        os.close(reader)
+        os.close(writer)
+
+
+def _do_nothing(number: int, frame: FrameType | None) -> None:
+    """A handler, so that the signal reaches the wakeup descriptor."""
