@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from coarse.cli.tables import format_size
+from coarse.dashboard.sampler import not_shown
 from coarse.dashboard.samples import FAULT, SILENT, STARTS, WAITS, Device, Event, Link, Sample, Worker
 
 Item = TypeVar("Item")
@@ -94,7 +95,7 @@ def _cells_of_worker(worker: Worker, *, is_slowest: bool) -> Iterator[str]:
     yield format_time(worker.own_s)
     yield _share(worker.blocked_s, worker.step_s)
     yield format_number(worker.samples_per_s) if worker.samples_per_s else "-"
-    yield format_size(worker.private_bytes)
+    yield format_size(worker.private_bytes) if worker.private_bytes else "-"
     yield f"{'slow: ' if is_slowest else ''}{worker.doing.removeprefix('is in ')}"
 
 
@@ -108,7 +109,7 @@ def _devices(sample: Sample, most_rows: int) -> _Rows:
 
 
 def _cells_of_device(device: Device, sample: Sample) -> Iterator[str]:
-    name = f"md{device.number}"
+    name = f"{device.node} md{device.number}".lstrip()
     reserved = (f"{each.what} {format_size(each.num_bytes)}" for each in sample.memory if each.owner == name)
     yield name
     yield device.memory or "-"
@@ -140,8 +141,8 @@ def _cells_of_link(link: Link) -> Iterator[str]:
 def _lines(sample: Sample, events: Sequence[Event]) -> Iterator[Text]:
     if sample.why_slow:
         yield _line(sample.why_slow, _LIMITING_STYLE)
-    if sample.elsewhere:
-        yield _line(f"not shown: {', '.join(sample.elsewhere)}; coarse top on that node shows it", "dim")
+    if missing := ", ".join(not_shown(sample.workers, sample.nodes)):
+        yield _line(f"not shown: {missing}; run coarse top there, or see --metrics", "dim")
     for event in events:
         yield _line(describe_event(event), _FAULT_STYLE if event.kind == FAULT else "")
 
@@ -177,7 +178,9 @@ class _Rows:
         )
         for column in columns:
             name = column.removeprefix(">")
-            table.add_column(name, justify="left" if name == column else "right", no_wrap=column != columns[-1])
+            table.add_column(
+                name, justify="left" if name == column else "right", no_wrap=column != columns[-1]
+            )
         for style, cells in self.rows:
             table.add_row(*(_line(cells[column]) for column in columns), style=style)
         yield table

@@ -6,6 +6,8 @@ import queue
 import statistics
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
 
 from coarse.dashboard.events import Changes, ranges
 from coarse.dashboard.pace import Pace
@@ -29,6 +31,7 @@ from coarse.dashboard.samples import (
 from coarse.status.address import MEMORY_DEVICE, WORKER
 from coarse.status.processes import private_memory_bytes
 from coarse.status.questions import Answer
+from coarse.status.responder import Report
 
 _SHORT_WAIT_S = 1.0
 _SLOW = 1.1
@@ -119,17 +122,16 @@ class Sampler:
             why_slow=why_slow,
             workers=workers,
             devices=devices,
-            links=tuple(self._links(reading)),
+            links=tuple(links_of(self._pace, reading.plan)),
             memory=tuple(_memory(workers, devices, reading)),
             checkpoints=_checkpoints(counters),
-            elsewhere=tuple(elsewhere_of(workers, reading.plan.get("nodes", ()))),
+            nodes=tuple(tuple(map(int, ranks)) for ranks in reading.plan.get("nodes", ())),
             decisions=tuple(map(str, reading.plan.get("decisions", ()))),
             events=events,
         )
 
     def _worker(self, rank: int, answer: Answer) -> Worker:
-        report, times = answer.report or {}, self._pace.step_times(rank)
-        samples_per_s = self._pace.rates("coarse_samples_total", "worker").get((str(rank),), 0.0)
+        report = answer.report or {}
         return Worker(
             rank=rank,
             pid=answer.address.pid,
@@ -137,13 +139,8 @@ class Sampler:
             doing=_doing(answer),
             step=max(int(report.get("step", 0)), self._last_step(rank, answer.address.pid)),
             waits_s=float(report.get("waits_s", 0.0)),
-            step_s=times.step_s,
-            compute_s=times.compute_s,
-            blocked_s=times.blocked_s,
-            optimizer_s=times.optimizer_s,
-            blocked_by=times.blocked_by,
-            samples_per_s=samples_per_s,
             private_bytes=private_memory_bytes(answer.address.pid),
+            **figures_of_worker(self._pace, rank),
         )
 
     def _last_step(self, rank: int, pid: int) -> int:
@@ -152,15 +149,7 @@ class Sampler:
         return next((each.step for each in before if (each.rank, each.pid) == (rank, pid)), 0)
 
     def _device(self, number: int, answer: Answer, reading: Reading) -> Device:
-        report, name = answer.report or {}, f"md{number}"
-        memories = reading.plan.get("memories", ())
-
-        def total(metric: str) -> int:
-            return int(reading.counters.total(metric, device=name))
-
-        cores = total("coarse_sync_cores")
-        busy_s = self._pace.rates("coarse_sync_core_busy_seconds_total", "device").get((name,), 0.0)
-        reduced = self._pace.rates("coarse_reduced_bytes_total", "device").get((name,), 0.0)
+        report, memories = answer.report or {}, reading.plan.get("memories", ())
         return Device(
             number=number,
             pid=answer.address.pid,
@@ -168,34 +157,59 @@ class Sampler:
             is_silent=answer.report is None,
             memory=str(memories[number]) if number < len(memories) else "",
             serves=tuple(report.get("serves", ())),
-            reduced_bytes_per_s=reduced,
-            busy=min(1.0, busy_s / cores) if cores else 0.0,
-            sync_cores=cores,
-            queue_shards=total("coarse_queue_shards"),
-            reserved_bytes=total("coarse_memory_bytes"),
-            pool_bytes=total("coarse_snapshot_pool_bytes"),
-            pool_limit_bytes=total("coarse_snapshot_pool_limit_bytes"),
+            **figures_of_device(self._pace, number),
         )
 
-    def _links(self, reading: Reading) -> Iterator[Link]:
-        limits = {(each["worker"], each["device"]): each for each in reading.plan.get("links", ())}
-        rates: dict[tuple[str, str], dict[str, float]] = {}
-        pushed = self._pace.rates("coarse_pushed_bytes_total", "worker", "device", "algorithm")
-        for (worker, device, algorithm), rate in pushed.items():
-            rates.setdefault((worker, device), {})[algorithm] = rate
-        for (worker, device), by_algorithm in rates.items():
-            limit = limits.get((int(worker), int(device.removeprefix("md"))), {})
-            yield Link(
-                source=f"worker {worker}",
-                target=device,
-                bytes_per_s=sum(by_algorithm.values()),
-                limit_bytes_per_s=float(limit.get("bytes_per_s", 0.0)),
-                limit_kind=str(limit.get("kind", "")),
-                algorithms=tuple(by_algorithm),
-            )
-        for (device,), rate in self._pace.rates("coarse_node_sent_bytes_total", "device").items():
-            if reading.counters.total("coarse_node_sent_bytes_total", device=device):
-                yield Link(source=device, target=_ELSEWHERE, bytes_per_s=rate)
+
+def figures_of_worker(pace: Pace, rank: int) -> dict[str, Any]:
+    """What counters say of a worker: the fields of Worker that are times of a step or rates."""
+    samples_per_s = pace.rates("coarse_samples_total", "worker").get((str(rank),), 0.0)
+    return {**asdict(pace.step_times(rank)), "samples_per_s": samples_per_s}
+
+
+def figures_of_device(pace: Pace, number: int) -> dict[str, Any]:
+    """What counters say of a memory device: the fields of Device that are rates, shares, numbers or bytes."""
+    name = f"md{number}"
+
+    def total(metric: str) -> int:
+        return int(pace.counters.total(metric, device=name))
+
+    def rate(metric: str) -> float:
+        return pace.rates(metric, "device").get((name,), 0.0)
+
+    cores = total("coarse_sync_cores")
+    busy = min(1.0, rate("coarse_sync_core_busy_seconds_total") / cores) if cores else 0.0
+    return {
+        "reduced_bytes_per_s": rate("coarse_reduced_bytes_total"),
+        "busy": busy,
+        "sync_cores": cores,
+        "queue_shards": total("coarse_queue_shards"),
+        "reserved_bytes": total("coarse_memory_bytes"),
+        "pool_bytes": total("coarse_snapshot_pool_bytes"),
+        "pool_limit_bytes": total("coarse_snapshot_pool_limit_bytes"),
+    }
+
+
+def links_of(pace: Pace, plan: Report) -> Iterator[Link]:
+    """The links that counters know, with what the plan says that they carry at most."""
+    limits = {(each["worker"], each["device"]): each for each in plan.get("links", ())}
+    rates: dict[tuple[str, str], dict[str, float]] = {}
+    pushed = pace.rates("coarse_pushed_bytes_total", "worker", "device", "algorithm")
+    for (worker, device, algorithm), rate in pushed.items():
+        rates.setdefault((worker, device), {})[algorithm] = rate
+    for (worker, device), by_algorithm in rates.items():
+        limit = limits.get((int(worker), int(device.removeprefix("md"))), {})
+        yield Link(
+            source=f"worker {worker}",
+            target=device,
+            bytes_per_s=sum(by_algorithm.values()),
+            limit_bytes_per_s=float(limit.get("bytes_per_s", 0.0)),
+            limit_kind=str(limit.get("kind", "")),
+            algorithms=tuple(by_algorithm),
+        )
+    for (device,), rate in pace.rates("coarse_node_sent_bytes_total", "device").items():
+        if pace.counters.total("coarse_node_sent_bytes_total", device=device):
+            yield Link(source=device, target=_ELSEWHERE, bytes_per_s=rate)
 
 
 def _state(answer: Answer) -> str:
@@ -244,8 +258,13 @@ def _memory(workers: Sequence[Worker], devices: Sequence[Device], reading: Readi
             yield Memory(owner=f"md{device.number}", what=what, num_bytes=num_bytes)
 
 
-def elsewhere_of(workers: Sequence[Worker], nodes: Sequence[Sequence[int]]) -> Iterator[str]:
-    """Nodes none of whose workers runs here, in words; `nodes` are the ranks of each."""
+def not_shown(workers: Sequence[Worker], nodes: Sequence[Sequence[int]]) -> Iterator[str]:
+    """The nodes of which no worker is shown, in words, such as "node 1 (workers 2, 3)".
+
+    Args:
+        workers: Those that are shown.
+        nodes: Ranks of the workers of each node.
+    """
     here = {worker.rank for worker in workers}
     for node, ranks in enumerate(nodes):
         if here.isdisjoint(ranks):

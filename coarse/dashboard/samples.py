@@ -20,7 +20,7 @@ class Worker:
 
     Args:
         rank: Its rank.
-        pid: Its process.
+        pid: Its process; 0 on another node.
         state: STARTS, TRAINS, WAITS or SILENT.
         doing: The state in words: what it waits for, or where its Python code is.
         step: Finished steps.
@@ -60,11 +60,12 @@ class Device:
 
     Args:
         number: 1 for md1.
-        pid: Its process.
+        pid: Its process; 0 on another node.
         doing: What it does, in words.
         is_silent: Whether it does not answer.
         memory: Kind and place of its memory; "" if unknown.
         serves: Ranks of the workers that it serves.
+        node: The address of the metrics of its node; "" for this node.
         reduced_bytes_per_s: Bytes of results, counted for one worker.
         busy: Share of its sync cores' time in which they work, from 0.0 to 1.0.
         sync_cores: Number of sync cores.
@@ -79,6 +80,7 @@ class Device:
     is_silent: bool = False
     memory: str = ""
     serves: tuple[int, ...] = ()
+    node: str = ""
     reduced_bytes_per_s: float = 0.0
     busy: float = 0.0
     sync_cores: int = 0
@@ -176,8 +178,7 @@ class Sample:
         slowest: Rank of the worker for which the others wait; -1 if none stands out.
         why_slow: That in words; "" if none stands out.
         workers, devices, links, memory, checkpoints: See there.
-        elsewhere: The other nodes of the job with their workers, in words, such as "node 1 (workers 2, 3)"; what they do
-            is not in the sample.
+        nodes: Ranks of the workers of each node of the job; empty if unknown.
         decisions: What the session has decided about links, routes and algorithms, with reasons, one line each.
         events: What happened since the sample before.
     """
@@ -200,6 +201,6 @@ class Sample:
     links: tuple[Link, ...] = ()
     memory: tuple[Memory, ...] = ()
     checkpoints: Checkpoints
-    elsewhere: tuple[str, ...] = ()
+    nodes: tuple[tuple[int, ...], ...] = ()
     decisions: tuple[str, ...] = ()
     events: tuple[Event, ...] = ()

@@ -9,6 +9,7 @@ import re
 import select
 import shlex
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -199,7 +200,9 @@ def test_the_screen_follows_the_size_of_the_terminal_at_once(training):
             top.resize(rows, columns)
             lines = top.await_screen(rows, columns)
             assert lines[0].startswith(f"job {training[0]}: train.py")
-            assert re.match(r"1 +\d+ +[\d.]+ [mu]s ", lines[4]), "worker 1, its step and time, whatever the width"
+            assert re.match(r"1 +\d+ +[\d.]+ [mu]s ", lines[4]), (
+                "worker 1, its step and time, whatever the width"
+            )
         top.type(b"q")
         top.check_end()
 
@@ -230,27 +233,63 @@ def test_a_shell_gets_its_terminal_while_the_command_is_stopped(training, stop):
         assert shell.process.wait(LIMIT_S) == 0
 
 
-def test_what_runs_on_other_nodes_is_named(tmp_path):
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return found.getsockname()[1]
+
+
+@pytest.fixture
+def two_nodes(tmp_path):
+    """A job of two nodes with a worker each; the id of its part on node 0, and the port of node 1's metrics."""
     (tmp_path / "store").mkdir(mode=0o700)
     script, end = tmp_path / "train.py", tmp_path / "end"
     script.write_text(TRAIN)
+    master, metrics = free_port(), free_port()
     with contextlib.ExitStack() as nodes:
         launchers = [
             nodes.enter_context(
                 spawned(
                     *("-n", "1", "-q", "--nnodes", "2", "--node-rank", str(rank)),
-                    *("--master-addr", "127.0.0.1", "--master-port", "29500"),
+                    *("--master-addr", "127.0.0.1", "--master-port", str(master)),
                     *(script, tmp_path / "store", end),
                     stdout=PIPE,
                     COARSE_NODE=f"node{rank}",
                     COARSE_JOB_SECRET="0123456789abcdef" * 2,
+                    COARSE_METRICS_PORT=str(metrics * rank),
                 )
             )
             for rank in (0, 1)
         ]
-        pid = int(launchers[1].stdout.readline().split()[-1])
+        pid = int(launchers[0].stdout.readline().split()[-1])
         (job,) = {each.job for each in find_addresses() if each.pid == pid}
-        done = subprocess.run([*TOP, job], env=environment(), capture_output=True, text=True, timeout=LIMIT_S)
+        yield job, metrics
         end.touch()
         assert [each.wait(LIMIT_S) for each in launchers] == [0, 0]
-    assert "not shown: node 0 (worker 0); coarse top on that node shows it" in done.stdout.splitlines()
+
+
+def top_once(*arguments):
+    done = subprocess.run(
+        [*TOP, *arguments], env=environment(), capture_output=True, text=True, timeout=LIMIT_S
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout.splitlines()
+
+
+def test_nodes_that_are_not_shown_are_named(two_nodes):
+    job, _ = two_nodes
+    lines = top_once(job)
+    assert "not shown: node 1 (worker 1); run coarse top there, or see --metrics" in lines
+    assert [line.split()[0] for line in lines[3 : lines.index("", 3)]] == ["0"]
+
+
+def test_other_nodes_are_shown_by_their_metrics(two_nodes):
+    job, port = two_nodes
+    node = f"127.0.0.1:{port}"
+    lines = top_once(job, "--metrics", node, "--metrics", "127.0.0.1:1")
+    rows = {line.split()[0]: line for line in lines if line}
+    assert f"slow: on {node}" in rows["1"]
+    assert re.search(r"^1 +\d+ [\d.]+ ms [\d.]+ ms +\d+% +\d+ ", rows["1"])
+    assert any(re.match(rf"{node} md0 +- +\d+% ", line) for line in lines)
+    assert any(re.match(r"worker 1 to 127\S+ md0 +[\d.]+ [kM]B/s", line) for line in lines)
+    assert not any(line.startswith("not shown") for line in lines)
+    assert any("no metrics from 127.0.0.1:1: " in line and "refused" in line for line in lines)

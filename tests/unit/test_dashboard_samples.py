@@ -15,7 +15,7 @@ from coarse.dashboard.follower import Follower
 from coarse.dashboard.history import History, Recorder, RecordingError, as_values, open_recording
 from coarse.dashboard.pace import Pace, StepTimes
 from coarse.dashboard.readings import Counters, Reading
-from coarse.dashboard.sampler import Sampler, elsewhere_of, slowest_of
+from coarse.dashboard.sampler import Sampler, not_shown, slowest_of
 from coarse.dashboard.samples import (
     CHECKPOINT,
     FAULT,
@@ -172,8 +172,8 @@ def test_the_slowest_worker_is_the_one_that_waits_for_nobody():
 def test_nodes_without_a_worker_here_are_named():
     here = [values_of(2, 0.1, 0.0), values_of(3, 0.1, 0.0)]
     nodes = [[0], [2, 3], [4, 5, 6], [7, 9]]
-    assert list(elsewhere_of(here, nodes)) == ["node 0 (worker 0)", "node 2 (workers 4 to 6)", "node 3 (workers 7, 9)"]
-    assert list(elsewhere_of(here, [])) == []
+    assert list(not_shown(here, nodes)) == ["node 0 (worker 0)", "node 2 (workers 4 to 6)", "node 3 (workers 7, 9)"]
+    assert list(not_shown(here, [])) == []
 
 
 def test_nobody_is_slow_among_equals_or_alone():

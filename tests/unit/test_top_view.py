@@ -149,8 +149,8 @@ def test_lines_are_never_longer_than_the_terminal_is_wide(width):
 
 def test_a_large_job_with_everything_fits_a_terminal_of_80_times_24():
     events = [Event(time_s=float(each), kind=FAULT, text="worker 1 was lost") for each in range(5)]
-    everything = sample(64, slowest=1, why_slow="worker 1 takes 80 ms", elsewhere=("node 1 (workers 64 to 127)",))
+    everything = sample(64, slowest=1, why_slow="worker 1 takes 80 ms", nodes=(range(64), range(64, 128)))
     most_rows = _most_rows(Console(width=80, height=24))
     lines = shown(everything, events, most_rows=most_rows)
     assert len(lines) <= 24
-    assert "not shown: node 1 (workers 64 to 127); coarse top on that node shows it" in lines
+    assert "not shown: node 1 (workers 64 to 127); run coarse top there, or see --metrics" in lines

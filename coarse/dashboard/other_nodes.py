@@ -1,0 +1,132 @@
+"""Other nodes of a job, by the metrics that they serve: `coarse top` shows them beside its own node."""
+
+from __future__ import annotations
+
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from http.client import HTTPException
+
+from coarse.dashboard.pace import Pace
+from coarse.dashboard.readings import Counters, Reading
+from coarse.dashboard.sampler import figures_of_device, figures_of_worker, links_of, slowest_of
+from coarse.dashboard.samples import TRAINS, Device, Link, Sample, Worker
+
+_TIMEOUT_S = 1.0
+_MOST_BYTES = 16 << 20
+_AT_ONCE = 32
+
+
+class OtherNode:
+    """What one node serves. Call read() about once a second, from one thread at a time.
+
+    Args:
+        address: HOST:PORT of its metrics.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.problem = ""
+        """Why the last read() has found nothing; "" if it has."""
+        self.workers: tuple[Worker, ...] = ()
+        self.devices: tuple[Device, ...] = ()
+        self.links: tuple[Link, ...] = ()
+        self._pace = Pace()
+
+    def read(self) -> None:
+        """Asks the node for its metrics; waits about a second at most."""
+        try:
+            self._follow(_fetch(self.address))
+            self.problem = ""
+        except (OSError, HTTPException, ValueError, KeyError) as error:
+            self.problem = str(error) or type(error).__name__
+            self.workers, self.devices, self.links = (), (), ()
+
+    def _follow(self, text: str) -> None:
+        counters = Counters(dict(_samples(text)))
+        ranks = [int(labels["worker"]) for labels, _ in counters.series("coarse_world_size")]
+        if not ranks:
+            raise ValueError("no worker of COARSE counts there")
+        taken_s, time_s = time.monotonic(), time.time()
+        self._pace.follow(Reading(taken_s=taken_s, time_s=time_s, counters=counters, plan={}))
+        numbers = [
+            int(labels["device"].removeprefix("md")) for labels, _ in counters.series("coarse_sync_cores")
+        ]
+        self.workers = tuple(map(self._worker, sorted(ranks)))
+        self.devices = tuple(map(self._device, sorted(numbers)))
+        self.links = tuple(map(self._named, links_of(self._pace, {})))
+
+    def _worker(self, rank: int) -> Worker:
+        steps = int(self._pace.counters.total("coarse_step_seconds_count", worker=str(rank)))
+        figures = figures_of_worker(self._pace, rank)
+        return Worker(rank=rank, pid=0, state=TRAINS, doing=f"on {self.address}", step=steps, **figures)
+
+    def _device(self, number: int) -> Device:
+        return Device(
+            number=number, pid=0, doing="", node=self.address, **figures_of_device(self._pace, number)
+        )
+
+    def _named(self, link: Link) -> Link:
+        """A link whose memory device has the node's name, because each node has an md0."""
+        source = f"{self.address} {link.source}" if link.source.startswith("md") else link.source
+        target = f"{self.address} {link.target}" if link.target.startswith("md") else link.target
+        return replace(link, source=source, target=target)
+
+
+def read_all(nodes: Sequence[OtherNode]) -> None:
+    """Asks all nodes at the same time."""
+    if nodes:
+        with ThreadPoolExecutor(min(_AT_ONCE, len(nodes)), thread_name_prefix="coarse-nodes") as pool:
+            list(pool.map(OtherNode.read, nodes))
+
+
+def with_nodes(sample: Sample, nodes: Sequence[OtherNode]) -> Sample:
+    """A sample with what other nodes serve; a node whose workers are there already adds nothing."""
+    for node in nodes:
+        sample = _with_node(sample, node)
+    return sample
+
+
+def _with_node(sample: Sample, node: OtherNode) -> Sample:
+    here = {worker.rank for worker in sample.workers}
+    if not here.isdisjoint(worker.rank for worker in node.workers):
+        return sample
+    workers = (*sample.workers, *node.workers)
+    slowest, why_slow = slowest_of(workers)
+    return replace(
+        sample,
+        workers=workers,
+        devices=(*sample.devices, *node.devices),
+        links=(*sample.links, *node.links),
+        samples_per_s=sum(each.samples_per_s for each in workers),
+        slowest=slowest,
+        why_slow=why_slow,
+    )
+
+
+def _fetch(address: str) -> str:
+    """The metrics of a node, as text. Proxies are for the Internet, and these nodes are near.
+
+    Raises:
+        OSError: If it does not answer in time.
+        ValueError: If the answer is too long, or no text.
+    """
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(f"http://{address}/metrics", timeout=_TIMEOUT_S) as answer:
+        data: bytes = answer.read(_MOST_BYTES + 1)
+    if len(data) > _MOST_BYTES:
+        raise ValueError(f"it has answered with more than {_MOST_BYTES >> 20} MiB")
+    return data.decode()
+
+
+def _samples(text: str) -> Iterator[tuple[str, float]]:
+    """The samples of an answer in Prometheus's notation, without the buckets of histograms."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    for family in text_string_to_metric_families(text):
+        for name, labels, value, *_ in family.samples:
+            if "le" not in labels:
+                listed = ",".join(f'{label}="{each}"' for label, each in labels.items())
+                yield f"{name}{{{listed}}}", value
