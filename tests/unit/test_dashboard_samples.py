@@ -172,7 +172,11 @@ def test_the_slowest_worker_is_the_one_that_waits_for_nobody():
 def test_nodes_without_a_worker_here_are_named():
     here = [values_of(2, 0.1, 0.0), values_of(3, 0.1, 0.0)]
     nodes = [[0], [2, 3], [4, 5, 6], [7, 9]]
-    assert list(not_shown(here, nodes)) == ["node 0 (worker 0)", "node 2 (workers 4 to 6)", "node 3 (workers 7, 9)"]
+    assert list(not_shown(here, nodes)) == [
+        "node 0 (worker 0)",
+        "node 2 (workers 4 to 6)",
+        "node 3 (workers 7, 9)",
+    ]
     assert list(not_shown(here, [])) == []
 
 
@@ -416,22 +420,28 @@ def test_a_sample_that_could_break_the_page_is_refused_by_place(tmp_path, change
         open_recording(file)
 
 
-@pytest.mark.parametrize("nonsense", ["NaN", "-Infinity", "1e999", "9" * 5000, 100_000 * "[", '"\\u12"', "00"])
+@pytest.mark.parametrize(
+    "nonsense", ["NaN", "-Infinity", "1e999", "9" * 5000, 100_000 * "[", '"\\u12"', "00"]
+)
 def test_numbers_that_are_none_and_endless_nesting_are_refused(tmp_path, nonsense):
     line = line_with(lambda sample: sample.update(steps_per_s="here")).replace('"here"', nonsense)
-    with pytest.raises(RecordingError, match="job: line 2 is (not JSON|no sample)"):
+    with pytest.raises(RecordingError, match=r"job: line 2 is (not JSON|no sample)"):
         open_recording(recording(tmp_path / "job", line))
 
 
 def test_samples_out_of_order_are_refused(tmp_path):
     lines = [json.dumps(as_values(sample(number))) for number in (1, 3, 3)]
-    with pytest.raises(RecordingError, match="line 4 is no sample of the dashboard: it has the number 3, after 3"):
+    with pytest.raises(
+        RecordingError, match="line 4 is no sample of the dashboard: it has the number 3, after 3"
+    ):
         open_recording(recording(tmp_path / "job", *lines))
 
 
 def test_a_line_without_end_is_refused_before_it_fills_the_memory(tmp_path):
     (tmp_path / "job").write_text(HEADER + " " * (recordings._LONGEST_LINE + 1))
-    with pytest.raises(RecordingError, match="line 2: with lines of 4194305 characters or more, it is too large"):
+    with pytest.raises(
+        RecordingError, match="line 2: with lines of 4194305 characters or more, it is too large"
+    ):
         open_recording(tmp_path / "job")
 
 
