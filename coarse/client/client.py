@@ -575,7 +575,7 @@ class Client:
 
     @property
     def num_steps(self) -> int:
-        """Finished calls of TensorGroup.pull_all(), of the group with the most, also if it is released."""
+        """Finished steps, as TensorGroup.num_steps, of the group with the most, also if it is released."""
         return self._groups.num_steps
 
     @property

@@ -159,7 +159,7 @@ class TensorGroup:
         self.recovered = recovered
         """Contents of parameters and states kept since the last attempt; None if they are new."""
         self.num_steps = self.num_pulls = 0
-        """Finished calls of pull_all() and pull()."""
+        """Finished calls of pull_all(), except those after continue_step(), and of pull()."""
         self._client = client
         self._native = native
         self._schema = schema
@@ -167,6 +167,7 @@ class TensorGroup:
         self._direct_allreduce: HostDirectAllReduce | None = None
         self._meeting: NodeBarrier | None = None
         self._pulls_singly = False
+        self._continues_step = False
         self._on_push: Callable[[Sequence[int]], None] | None = None
         self._on_step: Callable[[Sequence[int]], None] | None = None
         self.gpu: GpuTransfers | None = None
@@ -489,13 +490,18 @@ class TensorGroup:
             self._client.members.remove(
                 {self._client.ranks[each] for each in self._native.stand_ins(self.id)}
             )
-        self.num_steps += 1
+        self.num_steps += not self._continues_step
+        self._continues_step = False
         contributors = self._native.all_contributors(self.id)
         if self._direct_allreduce is not None:
             self._direct_allreduce.reduce(self._direct_shards, contributors)
         if self._on_step is not None:
             self._on_step(contributors)
         return contributors
+
+    def continue_step(self) -> None:
+        """Says that the next pull_all() is for updates by means that one has pulled already: both are of one step."""
+        self._continues_step = True
 
     def watch(
         self,

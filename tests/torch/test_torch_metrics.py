@@ -17,11 +17,11 @@ PARAMETER_BYTES = 4 * (64 * 256 + 256 + 256 + 1)
 
 
 def train(launcher, folder, *arguments, options=(), **variables):
-    """What worker 0 found, with the scraped samples by name."""
+    """What worker 0 found, with the scraped samples by name, and what the job said."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    launch(
+    said = launch(
         launcher,
         SCRIPT,
         (str(folder), *arguments),
@@ -31,6 +31,7 @@ def train(launcher, folder, *arguments, options=(), **variables):
         **variables,
     )
     found = json.loads((folder / "metrics.json").read_text())
+    found["said"] = said
     found["scraped"] = {
         (sample.name, frozenset(sample.labels.items())): sample.value
         for family in text_string_to_metric_families(found["scraped"])
@@ -72,6 +73,10 @@ def test_a_job_is_counted_scraped_and_reported(tmp_path, launcher):
     pytest.importorskip("tensorboard")
     found = train(launcher, tmp_path)
     check_training(found)
+    if launcher == COARSE_RUN:
+        assert f"coarse run: {STEPS} steps in " in found["said"], (
+            "an update belongs to the step of its gradients"
+        )
     assert total(found, "coarse_checkpoint_saves_total", worker="0", outcome="saved") == 1
     assert total(found, "coarse_checkpoint_saves_total") == 1
     assert total(found, "coarse_checkpoint_save_seconds_count", worker="0") == 1
@@ -92,6 +97,7 @@ def test_a_job_is_counted_scraped_and_reported(tmp_path, launcher):
 
 def test_steps_of_an_optimizer_in_the_worker_are_timed(tmp_path):
     found = train(COARSE_RUN, tmp_path, "local")
+    assert f"coarse run: {STEPS} steps in " in found["said"]
     for rank in ("0", "1"):
         assert total(found, "coarse_optimizer_seconds_count", worker=rank) == STEPS
         seconds = total(found, "coarse_optimizer_seconds_sum", worker=rank)

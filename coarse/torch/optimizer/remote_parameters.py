@@ -225,6 +225,7 @@ class RemoteParameters:
                 self._settings[members[numbers == number]] = record
         self._settings["written"] = digests
         if present is not None:
+            self._group.continue_step()
             self._settings["has_gradient"] = present
 
     def _values_elsewhere(self) -> list[int]:
