@@ -8,7 +8,7 @@ import select
 
 import pytest
 
-from coarse.cli.dashboard_process import _tell, line_of
+from coarse.cli.workers.dashboard_process import _tell, line_of
 
 LONG = 10_000
 
