@@ -16,7 +16,7 @@ FORMATTED_SOURCES = $(shell find coarse tests benchmarks -name '*.cpp' -o -name 
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help train train-tf experiments benchmarks gpu docs model wheels quick test test-all lint python-test native-test native-test-asan native-test-tsan clean
+.PHONY: help train train-tf experiments benchmarks gpu docs model wheels wheels-all quick test test-all lint python-test native-test native-test-asan native-test-tsan clean
 
 help:  ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*  ## /\1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -41,6 +41,9 @@ model:  ## Check the model of membership changes by Spin (minutes; skipped where
 
 wheels: $(INSTALLED)  ## Build a wheel for this Python into dist/, for C libraries from glibc 2.28 on (minutes).
 	$(BIN)/python packaging/wheels.py
+
+wheels-all: $(INSTALLED)  ## Build wheels for CPython 3.10 to 3.14 into dist/ (half an hour).
+	$(BIN)/python packaging/wheels.py --python all
 
 quick: $(INSTALLED)  ## Run ruff, the unit tests and the core of the multi-process tests: the loop while you work.
 	$(BIN)/ruff check .

