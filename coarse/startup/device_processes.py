@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import secrets
@@ -11,6 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -163,14 +165,26 @@ class DeviceProcesses:
         return True
 
     def reap(self, timeout_s: float) -> None:
-        """Waits for the devices' end after the last worker has left; in the background after `timeout_s` seconds."""
+        """Waits for the devices' end after the last worker has left; in the background after `timeout_s` seconds.
+
+        An interpreter that exits starts no threads from Python 3.12 on; then it waits for `timeout_s` alone.
+        """
         reaper = threading.Thread(target=self._wait, name="coarse-reaper", daemon=True)
-        reaper.start()
-        reaper.join(timeout_s)
+        try:
+            reaper.start()
+        except RuntimeError:
+            self._wait_until(time.monotonic() + timeout_s)
+        else:
+            reaper.join(timeout_s)
 
     def _wait(self) -> None:
         for process in self._processes.values():
             process.wait()
+
+    def _wait_until(self, deadline: float) -> None:
+        for process in self._processes.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
 
     def kill(self) -> None:
         """Kills the devices at once. Idempotent."""

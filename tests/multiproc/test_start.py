@@ -306,6 +306,22 @@ def test_a_device_that_ends_at_once_is_told_to_all_workers(job, monkeypatch):
     assert re.search("md0|could not start|memory devices ended|worker 0", second.message)
 
 
+def test_a_session_that_closes_where_no_thread_starts_waits_for_its_devices(job, monkeypatch):
+    """An interpreter that exits starts no threads from Python 3.12 on."""
+
+    def refuse(thread):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    def worker(me):
+        with me.join(memory_devices=1) as session:
+            devices = session.device_pids
+            monkeypatch.setattr(device_processes.threading.Thread, "start", refuse)
+        return [device for device in devices if Path("/proc", str(device)).exists()], len(devices)
+
+    monkeypatch.setattr("coarse.session._DEVICE_EXIT_TIMEOUT_S", 60.0)
+    assert job.run(2, worker) == [[[], 1], [[], 0]]
+
+
 def test_devices_get_their_job_by_descriptor_and_no_secret_by_argv(job):
     def worker(me):
         with me.join() as session:
