@@ -139,6 +139,11 @@ def notes_pipe() -> str:
     return os.environ.get("COARSE_NOTES_PIPE", "")
 
 
+def invitation() -> str:
+    """COARSE_INVITATION, by which `coarse run` tells a worker that joins a running job how; "" for all others."""
+    return os.environ.get("COARSE_INVITATION", "")
+
+
 def process_environment() -> MutableMapping[str, str]:
     """The environment of this process itself, for code that passes it on or reads the variables of launchers."""
     return os.environ

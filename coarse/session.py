@@ -47,6 +47,7 @@ from coarse.session_checks import (
 from coarse.settings import Settings
 from coarse.startup.device_connections import Joining, NodeDevices, agree_on_profile, connect, provide_devices
 from coarse.startup.device_processes import DeviceProcesses
+from coarse.startup.newcomer import Invitation, enter_session
 from coarse.startup.node_address import try_address_of_this_node
 from coarse.startup.persistent_devices import Keeping
 from coarse.status.address import job_id
@@ -102,6 +103,8 @@ class Session:
         self._profile: Profile | None = None
         self._pid = os.getpid()
         self._endpoint: MetricsEndpoint | None = None
+        self.invitation: Invitation | None = None
+        """How a new worker enters this session in the place of a lost one; None if it takes none."""
         client.metrics.set("coarse_world_size", identity.world_size)
         client.metrics.set("coarse_restarts", attempt.number)
         self._answering: AnsweringWorker | None = None
@@ -153,6 +156,48 @@ class Session:
         return session
 
     @classmethod
+    def enter(
+        cls,
+        *,
+        identity: WorkerIdentity,
+        invitation: Invitation,
+        settings: Settings | None = None,
+        attempt: Attempt | None = None,
+    ) -> Session:
+        """Joins a running job in the place of a lost worker.
+
+        Until join_training() returns, this worker exchanges nothing with the others: it builds models and optimizers
+        as they have done, and collective calls return as in a job of this worker alone.
+
+        Args:
+            identity: Rank of the lost worker.
+            invitation: What the session's first worker has told its launcher.
+            settings, attempt: As for join().
+
+        Raises:
+            RendezvousError: If the place does not become vacant.
+            MemoryDeviceLostError, WorkerLostError: If the job has ended.
+        """
+        settings = settings_for_losses(settings or Settings.from_environment())
+        attempt = attempt or Attempt.from_environment()
+        answering = answer_as_worker(attempt.job, identity.rank)
+        try:
+            _record_timeline(settings, identity, attempt, node=0)
+            client, node = enter_session(identity, settings, invitation)
+        except BaseException:
+            answering.close()
+            raise
+        session = cls(identity, settings, client, node, attempt)
+        session.invitation = invitation
+        client.adopt_plan(client.routing, invitation.shard_bytes)
+        client.open_boundary(invitation.next_group)
+        client.on_entry(lambda: tell_launcher(notes_pipe(), {"entered": identity.rank}))
+        session._answering = answering
+        answering.follow(client, weakref.WeakMethod(session._describe_plan))
+        weakref.finalize(session, answering.close)
+        return session
+
+    @classmethod
     def _join(
         cls, identity: WorkerIdentity, store: Store, settings: Settings, name: str, attempt: Attempt
     ) -> Session:
@@ -194,6 +239,8 @@ class Session:
             try:
                 with watch.telling():
                     session._plan_links(client, node, found)
+                    if settings.replaces_workers:
+                        session._invite_newcomers(client, node)
             except BaseException:
                 session.close()
                 raise
@@ -517,6 +564,44 @@ class Session:
             client.members.on_change(callback)
 
     @property
+    def is_newcomer(self) -> bool:
+        """Whether this worker has the place of a lost one, and does not take part in the training yet."""
+        client = self._open()
+        return isinstance(client, Client) and client.is_newcomer
+
+    def join_training(self) -> int:
+        """Returns when this worker takes part in the training: at once, unless it has the place of a lost worker.
+
+        Call it when models and optimizers are built, and no later than the first forward, which calls it otherwise.
+
+        Returns:
+            Number of steps that the job has begun before; a step is a forward after an update.
+
+        Raises:
+            CoarseError: If the job ends before, or this worker has not built what the others have.
+        """
+        client = self._open()
+        if not isinstance(client, Client):
+            return 0
+        client.join_training()
+        return client.num_begun_steps
+
+    def begin_step(self) -> frozenset[int]:
+        """Begins a step, in which newcomers may take part; every worker calls it at the same point of its program.
+
+        coarse.torch.DistributedDataParallel calls it. Without COARSE_ON_LOSS=replace nothing happens.
+
+        Returns:
+            Ranks of the workers that take part from this step on, in places of lost ones.
+        """
+        client = self._open()
+        return client.begin_step() if isinstance(client, Client) else frozenset()
+
+    def on_entry(self, callback: Callable[[], object]) -> None:
+        """Calls back when this newcomer takes part in the training, before its first step."""
+        self._linked().on_entry(callback)
+
+    @property
     def node_workers(self) -> tuple[int, ...]:
         """The ranks of this node's workers, indexed by the client number that profiles and partition tables use."""
         return (self.identity.rank,) if self._node is None else self._node.ranks
@@ -573,6 +658,14 @@ class Session:
         if self.identity.rank == node.ranks[0]:
             for decision in self._decisions:
                 logger.info("[w%d] %s", self.identity.rank, decision)
+
+    def _invite_newcomers(self, client: Client, node: NodeDevices) -> None:
+        """Opens the boundary of steps, at which newcomers come, and tells the launcher how they find the session."""
+        next_group = client.next_group
+        client.open_boundary()
+        self.invitation = Invitation.of_session(node, shard_bytes=client.shard_bytes, next_group=next_group)
+        if self.identity.rank == 0:
+            tell_launcher(notes_pipe(), {"invitation": self.invitation.to_fields()})
 
     def _tell_decisions(self, job: str) -> None:
         """Tells `coarse run` in three lines what this session has decided, on the first worker of the job."""
@@ -683,6 +776,6 @@ def _come_together(joining: Joining) -> tuple[Client, NodeDevices, FoundProfile]
         if node.processes is not None:
             node.processes.kill()
         raise
-    if node.processes is not None and joining.keeping is None:
+    if node.processes is not None and joining.keeping is None and not joining.settings.replaces_workers:
         node.processes.hide()
     return client, node, found

@@ -29,7 +29,14 @@ _UNPACED = {
 _PREFIX = "COARSE_"
 # Read by setup.py, the Makefile, and benchmarks in images; and by coarse.env, as settings are shown.
 _OTHER_VARIABLES = frozenset(
-    {"COARSE_BUILD_JOBS", "COARSE_SANITIZE", "COARSE_COMMIT", "COARSE_JOB_SECRET", "COARSE_NOTES_PIPE"}
+    {
+        "COARSE_BUILD_JOBS",
+        "COARSE_SANITIZE",
+        "COARSE_COMMIT",
+        "COARSE_JOB_SECRET",
+        "COARSE_NOTES_PIPE",
+        "COARSE_INVITATION",
+    }
 )
 _MOST_MEMORY_DEVICES = 64
 _SIZE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -264,8 +271,9 @@ class Settings:
             device is lost. Needs `keep_devices`.
         min_workers: Number of workers that go on when others are lost (docs/guides/elastic.md); with fewer the
             attempt ends. 0 ends it with the first loss.
-        on_loss: "continue" lets the remaining workers go on, at least one if `min_workers` is 0; "restart" ends the
-            attempt; "auto" continues if `min_workers` is above 0.
+        on_loss: "continue" lets the remaining workers go on, at least one if `min_workers` is 0; "replace" also
+            starts a new worker in place of each lost one; "restart" ends the attempt; "auto" continues if
+            `min_workers` is above 0.
         metrics_port: Port at which each node serves its metrics (docs/metrics.md); 0 disables.
         metrics_address: Address at which it does; the default is reachable from the same machine only.
         failpoints: Faults to inject, for tests (coarse.failpoints); "" for none.
@@ -435,9 +443,11 @@ class Settings:
     )
     on_loss: str = _choice(
         "auto",
-        "what follows the loss of a worker; auto continues if --min-workers is given, restart ends the attempt",
+        "what follows the loss of a worker; auto continues if --min-workers is given, replace also starts another "
+        "worker in its place, restart ends the attempt",
         "auto",
         "continue",
+        "replace",
         "restart",
     )
     metrics_port: int = _setting(
@@ -544,7 +554,12 @@ class Settings:
         """Workers that suffice to go on after a loss; 0 if any loss of a worker ends the attempt."""
         if self.on_loss == "restart":
             return 0
-        return self.min_workers or int(self.on_loss == "continue")
+        return self.min_workers or int(self.on_loss in ("continue", "replace"))
+
+    @property
+    def replaces_workers(self) -> bool:
+        """Whether new workers take the places of lost ones."""
+        return self.on_loss == "replace"
 
     @property
     def sync_algorithm(self) -> str:

@@ -106,7 +106,8 @@ def _add_launch_options(parser: argparse.ArgumentParser) -> None:
         default=0,
         type=_num_restarts,
         metavar="N",
-        help="number of times that all workers are restarted after one has failed (default: 0)",
+        help="number of times that all workers are restarted after one has failed, or with --on-loss replace one of "
+        "them (default: 0)",
     )
     group.add_argument(
         "--shutdown-timeout",
@@ -208,10 +209,13 @@ def _run(arguments: argparse.Namespace, master_port: MasterPort) -> int:
     try:
         command = command_of(arguments)
         environments = environments_of(arguments, process_environment(), master_port.number)
+        settings = Settings.from_environment(environments[0])
+        _require_restarts(settings, arguments.max_restarts)
         plan = JobPlan(
             command=command,
             environments=environments,
-            min_workers=Settings.from_environment(environments[0]).least_workers,
+            min_workers=settings.least_workers,
+            replaces_workers=settings.replaces_workers,
             first_rank=_first_rank(arguments),
             plain_first=arguments.no_prefix,
             log_dir=_prepare_log_dir(arguments),
@@ -370,6 +374,14 @@ def _require_sound_nodes(arguments: argparse.Namespace) -> None:
     if not arguments.master_addr or not arguments.master_port:
         raise UsageError(
             f"--nnodes {arguments.nnodes}: needs --master-addr and --master-port, the same on every node"
+        )
+
+
+def _require_restarts(settings: Settings, max_restarts: int) -> None:
+    if settings.replaces_workers and not max_restarts:
+        raise UsageError(
+            "--on-loss replace starts at most --max-restarts new workers, and that is 0; give it, or choose another "
+            "--on-loss"
         )
 
 

@@ -13,7 +13,7 @@ from coarse.client.async_reducer import AsyncReducer
 from coarse.client.connection import DeviceConnection, SilentDeviceError, send_to_all
 from coarse.client.direct_allreduce import NodeBarrier
 from coarse.client.failure_detector import FailureDetector, FateOfDevice, KillSilent, heartbeat_limit_ms
-from coarse.client.internal_groups import node_barrier_schema, staging_schema
+from coarse.client.internal_groups import boundary_schema, node_barrier_schema, staging_schema
 from coarse.client.link_probes import LinkProbes, probe_schema
 from coarse.client.members import Members
 from coarse.client.memory.parameter_storage import ParameterStorage, StorageSnapshot
@@ -21,11 +21,13 @@ from coarse.client.memory.stored_value import StoredValue
 from coarse.client.node_agreement import NodeAgreement
 from coarse.client.registered_groups import RegisteredGroups
 from coarse.client.requests import Requests
+from coarse.client.step_boundary import StepBoundary
 from coarse.client.tensor_group import TensorGroup
 from coarse.emulation.machine import Emulation
 from coarse.errors import (
     CoarseError,
     ForkedSessionError,
+    MemoryDeviceLostError,
     SessionClosedError,
     SyncTimeoutError,
     WorkerLostError,
@@ -69,8 +71,10 @@ class Client:
             contributions until adopt_routing() is called.
         emulation: Emulated links; None without emulation.
         connections: One to each memory device; all devices have welcomed this client.
-        segment_fd, doorbells_fd, metrics_fd: Descriptors that the local device sent with its welcome; the caller
-            closes them.
+        segment_fd, doorbells_fd, metrics_fd, epochs_fd: Descriptors that the local device sent with its welcome; the
+            caller closes them. There are epochs only if new workers take the places of lost ones.
+        is_newcomer: Whether this worker has the place of a lost one. Until join_training() returns, it exchanges
+            nothing with the others, and every collective call has the result of a job of this worker alone.
         settings: The session's settings.
         pace: How this node shares its processors.
         names: Descriptions of this node's workers, by client number.
@@ -91,6 +95,8 @@ class Client:
         segment_fd: int,
         doorbells_fd: int,
         metrics_fd: int,
+        epochs_fd: int = -1,
+        is_newcomer: bool = False,
         settings: Settings,
         pace: Pace,
         names: Sequence[str],
@@ -110,6 +116,11 @@ class Client:
         """Seconds that a wait may take before it fails."""
         self.has_other_nodes = agreement.num_nodes > 1
         """Whether some workers of the session are on other nodes."""
+        self.is_newcomer = is_newcomer
+        """Whether this worker has the place of a lost one, and does not take part yet."""
+        self._has_buffers = False  # a newcomer has none, but counts their registrations
+        self._boundary: StepBoundary | None = None
+        self._on_entry: list[Callable[[], object]] = []
         self.members = Members((*ranks, *agreement.ranks_elsewhere))
         """The workers of the session that go on."""
         self.may_lose_workers = settings.least_workers > 0
@@ -140,7 +151,7 @@ class Client:
         self._num_waits = 0
         self.explain_worker: Callable[[str], str] = lambda name: ""
         """What a worker of this node, given by its name, does now, in words; "" if unknown."""
-        self._native = self._open_native(segment_fd, doorbells_fd, pace)
+        self._native = self._open_native(segment_fd, doorbells_fd, epochs_fd, pace)
         self._failure_detector = self._open_failure_detector(doorbells_fd, fate_of_device, kill_silent)
         self._requests = Requests(self.rank, settings.timeout_s, self._failure_detector, self.metrics)
         self._storage = ParameterStorage(connections, self._requests, replicas=settings.replicas)
@@ -150,7 +161,7 @@ class Client:
         if self.warn_after_s:
             self._log_late_waits()
 
-    def _open_native(self, segment_fd: int, doorbells_fd: int, pace: Pace) -> _native.Client:
+    def _open_native(self, segment_fd: int, doorbells_fd: int, epochs_fd: int, pace: Pace) -> _native.Client:
         return _native.Client(
             num_devices=len(self._connections),
             segment_fd=segment_fd,
@@ -161,6 +172,8 @@ class Client:
             is_emulated=self.emulation is not None,
             heartbeat_ms=heartbeat_limit_ms(self._settings.heartbeat_s),
             metrics=self.metrics.native,
+            epochs_fd=epochs_fd,
+            is_newcomer=self.is_newcomer,
         )
 
     def _open_failure_detector(
@@ -396,11 +409,85 @@ class Client:
         self._check_usable()
         if num_elements == 0:
             return
+        if self.is_newcomer:
+            return self._count_buffers()
         group = self._staging_group()
         status = self._native.all_reduce(
             group.id, address, num_elements, DTYPE_NUMBERS[dtype], OP_NUMBERS[op], present, self.timeout_s
         )
         self.check(status, lambda: f"an all-reduce of {num_elements} x {dtype}")
+
+    def _count_buffers(self) -> None:
+        """Takes the number that the others have given their buffers when they made the same call."""
+        if not self._has_buffers:
+            self._has_buffers = True
+            self._groups.take_id()
+
+    def open_boundary(self, next_group: int = 0) -> None:
+        """Opens the boundary of training steps; every worker calls it, before it registers tensors.
+
+        Args:
+            next_group: For a newcomer, the number that the others have given the boundary.
+        """
+        self._groups.next_id = max(self._groups.next_id, next_group)
+        group = self._register(boundary_schema())
+        self._boundary = StepBoundary(
+            self._native,
+            group,
+            self._groups,
+            self._storage,
+            self.members,
+            self.ranks,
+            self.number,
+            lambda: self._staging,
+        )
+
+    @property
+    def next_group(self) -> int:
+        """Number of the next group that a worker registers."""
+        return self._groups.next_id
+
+    @property
+    def num_begun_steps(self) -> int:
+        """Calls of begin_step() by all members."""
+        return 0 if self._boundary is None else self._boundary.num_steps
+
+    def begin_step(self) -> frozenset[int]:
+        """Goes over the boundary between two steps; every member calls it between the same two pushes.
+
+        Returns:
+            Ranks of the newcomers that take part from now on; the same on every worker.
+        """
+        self._check_usable()
+        self.join_training()
+        if self._boundary is None:
+            return frozenset()
+        entered = self._boundary.cross()
+        self._groups.epoch = self._boundary.epoch
+        return entered
+
+    def join_training(self) -> None:
+        """Returns when this worker is a member: at once unless it is a newcomer."""
+        if not self.is_newcomer:
+            return
+        assert self._boundary is not None
+        try:
+            self._boundary.enter(self._connections, self.check_others, self._open_buffers)
+        except (WorkerLostError, MemoryDeviceLostError) as error:
+            raise self._failure_detector.explain(error) from error
+        self._groups.epoch = self._boundary.epoch
+        self.is_newcomer = False
+        for callback in self._on_entry:
+            callback()
+
+    def on_entry(self, callback: Callable[[], object]) -> None:
+        """Calls back when this newcomer is a member, before its first step."""
+        self._on_entry.append(callback)
+
+    def _open_buffers(self, group: int) -> None:
+        """Registers the buffers that the others use in all_reduce()."""
+        self._groups.next_id = group
+        self._staging = self._register(staging_schema(is_emulated=False))
 
     def store(self, key: str, value: memoryview[Any]) -> int:
         """ParameterStorage.store()."""
@@ -476,6 +563,7 @@ class Client:
 
     def release_buffers(self) -> None:
         """Releases the memory that all_reduce() keeps for its next call, when every worker has called this."""
+        self._has_buffers = False
         staging, self._staging = self._staging, None
         if staging is not None:
             staging.close()

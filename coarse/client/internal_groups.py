@@ -47,3 +47,17 @@ def node_barrier_schema(name: str, most_numbers: int, *, is_emulated: bool) -> G
         algorithm="exchange" if is_emulated else "gather",
         on_host=True,
     )
+
+
+def boundary_schema() -> GroupSchema:
+    """The byte that every worker pushes at each boundary between two steps (coarse.client.step_boundary)."""
+    byte = TensorSpec(name="byte", dtype="uint8", num_elements=1, op="max")
+    return GroupSchema(
+        name="boundary of steps",
+        specs=(byte,),
+        shard_bytes=byte.nbytes,
+        gather_bytes=byte.nbytes,
+        algorithm="gather",
+        on_host=True,
+        is_boundary=True,
+    )

@@ -1,4 +1,4 @@
-"""The workers of a session that go on, as every worker sees them after the same step."""
+"""The workers of a session that take part in its steps, as every worker sees them after the same step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable
 
 
 class Members:
-    """All workers at first, then those that were not lost. One caller at a time.
+    """All workers at first, then those that were not lost, and newcomers in their places. One caller at a time.
 
     Args:
         ranks: Ranks of all workers.
@@ -22,10 +22,14 @@ class Members:
         self._callbacks.append(callback)
 
     def remove(self, lost: Collection[int]) -> None:
-        """Notes that workers have not contributed to a step; they never come back."""
-        left = tuple(rank for rank in self.ranks if rank not in lost)
-        if left == self.ranks:
+        """Notes that workers have not contributed to a step."""
+        self.replace(rank for rank in self.ranks if rank not in lost)
+
+    def replace(self, ranks: Iterable[int]) -> None:
+        """Notes which workers are members from now on."""
+        members = tuple(sorted(ranks))
+        if members == self.ranks:
             return
-        self.ranks = left
+        self.ranks = members
         for callback in self._callbacks:
-            callback(left)
+            callback(members)

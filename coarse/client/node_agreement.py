@@ -28,13 +28,13 @@ class NodeAgreement:
     Args:
         rank: This worker's rank.
         nodes: The nodes of the job.
-        store: The session's store.
+        store: The session's store; None in a job of one node, which does not use it.
         timeout_s: How long to wait for other nodes.
         warn_after_s: Seconds before the wait is logged; 0 disables logging.
     """
 
     def __init__(
-        self, rank: int, nodes: NodeMap, store: Store, *, timeout_s: float, warn_after_s: float = 0.0
+        self, rank: int, nodes: NodeMap, store: Store | None, *, timeout_s: float, warn_after_s: float = 0.0
     ) -> None:
         self._rank = rank
         self._nodes = nodes
@@ -87,6 +87,7 @@ class NodeAgreement:
 
     def _publish(self, group: int, message: dict[str, object]) -> None:
         if self._rank == self._nodes.ranks[self._node][0]:
+            assert self._store is not None
             self._store.set(f"group/{group}/{self._node}", json.dumps(message).encode())
 
     def _schema(
@@ -106,6 +107,7 @@ class NodeAgreement:
         notice = LateNotice(self._warn_after_s, lambda waited_s: self._tell_late(waited_s, node, name))
         while True:
             notice.look()
+            assert self._store is not None
             try:
                 return self._store.get(f"group/{group}/{node}", 0.0 if has_left else _LOOK_INTERVAL_S)
             except TimeoutError:

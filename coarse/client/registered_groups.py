@@ -24,7 +24,16 @@ from coarse.timeline import recorder
 from coarse.timeline.part_files import GroupNames
 from coarse.wire.device_job import HOME_DEVICE
 from coarse.wire.messages import Message
-from coarse.wire.registration import ROWS, GroupSchema, RecoveredUpdates, WorkerMemory, WorkerPlaces, slots_of
+from coarse.wire.registration import (
+    CONTROL,
+    ROWS,
+    SLOTS,
+    GroupSchema,
+    RecoveredUpdates,
+    WorkerMemory,
+    WorkerPlaces,
+    slots_of,
+)
 from coarse.wire.segments import Segment, unpack
 
 logger = logging.getLogger(__name__)
@@ -57,7 +66,9 @@ class RegisteredGroups:
         self._agreement = agreement
         self._requests = requests
         self._failure_detector = failure_detector
-        self._next_id = self._released_steps = 0
+        self.next_id = self._released_steps = 0
+        self.epoch = 0
+        """The epoch in which this worker registers groups (docs/design/membership.md)."""
         self._groups: dict[int, TensorGroup] = {}
         self._partitions: dict[int, PartitionPlan] = {}
 
@@ -75,10 +86,15 @@ class RegisteredGroups:
     ) -> TensorGroup:
         """Registers a group of `client` with all memory devices; other arguments as for Client.register_trial()."""
         _native.cuda_unmap_unused()  # so that memory devices can reuse closed models' memory
-        group, self._next_id = self._next_id, self._next_id + 1
+        group = self.take_id()
         try:
             for connection in self._connections:
-                connection.send(schema.to_message(group) | self._tell_places(gpu) | memory.to_message())
+                connection.send(
+                    schema.to_message(group)
+                    | self._tell_places(gpu)
+                    | memory.to_message()
+                    | {"epoch": self.epoch}
+                )
             shared, unreserved, recovered, places = self._collect_memory(client, group, schema)
         except (WorkerLostError, MemoryDeviceLostError) as error:
             raise self._failure_detector.explain(error) from error
@@ -87,6 +103,8 @@ class RegisteredGroups:
             raise
         num_clients = len(client.ranks)
         plan = schema.native_plan(group, num_clients)
+        if CONTROL not in shared:
+            shared = _memory_of_released(schema, plan)
         partition = schema.partition()
         table = schema.routes[client.number] if schema.routes else client.routing
         routes = route_shards(table, partition, schema.specs)
@@ -96,6 +114,9 @@ class RegisteredGroups:
             if schema.is_open:
                 peers = [shared[slots_of(each)].region for each in range(num_clients)]
                 self._native.add_peers(group, peers)
+            if client.is_newcomer and schema.state_names is not None:
+                step, num_updates = self._native.updates(group)
+                recovered = RecoveredUpdates(step=step, num_updates=tuple(num_updates))
             kept = None if schema.state_names is None else OptimizerMemory(plan, shared, client.number, gpu)
             rows = RowMemory(schema.specs, plan, shared[ROWS].fd) if ROWS in shared else None
             reservations = Reservations(schema.name, {name: shared[name] for name in unreserved})
@@ -120,6 +141,11 @@ class RegisteredGroups:
         if recorder.is_recording():
             self._name_in_timeline(client, group, schema.name, partition)
         return self._groups[group]
+
+    def take_id(self) -> int:
+        """The number of the next group, which all workers give it."""
+        group, self.next_id = self.next_id, self.next_id + 1
+        return group
 
     def _name_in_timeline(self, client: GroupClient, group: int, name: str, partition: PartitionPlan) -> None:
         names = GroupNames(
@@ -225,3 +251,22 @@ class RegisteredGroups:
         self._connections[0].send({"type": "departures"})
         answer = self._requests.wait_for(self._connections[0], "departures", "departures")
         return set(answer.message["ranks"])
+
+
+def _memory_of_released(schema: GroupSchema, plan: _native.GroupPlan) -> dict[str, Segment]:
+    """Memory for a group that only a newcomer has: the others have released it, and it is never pushed.
+
+    Raises:
+        CoarseError: If the group has an optimizer.
+    """
+    if schema.state_names is not None:
+        raise CoarseError(
+            f"{schema.name}: the others have moved these parameters again since they started, as "
+            "add_param_group() does; a newcomer cannot follow that"
+        )
+    control_bytes = _native.group_control_bytes(plan.num_shards, plan.num_clients)
+    sizes = {CONTROL: control_bytes, SLOTS: plan.client_bytes}
+    return {
+        name: Segment(_native.create_sparse_sealed_memory(f"{name} of {schema.name}", size), size)
+        for name, size in sizes.items()
+    }

@@ -108,6 +108,10 @@ class GroupClient(Waiter, HomeDevice, Protocol):
         """The workers of the session that go on."""
 
     @property
+    def is_newcomer(self) -> bool:
+        """Whether this worker has the place of a lost one, and does not take part yet."""
+
+    @property
     def may_lose_workers(self) -> bool:
         """Whether the session goes on without lost workers."""
 
@@ -346,6 +350,10 @@ class TensorGroup:
         """Requests memory for a whole snapshot in advance; returns at once. Only for a group with an optimizer."""
         self._memory_kept()
         self._client.tell_devices({"type": "warm_snapshots", "group": self.id})
+
+    def updates(self) -> tuple[int, list[int]]:
+        """The optimizer's last step, and the number of each tensor's last update; no update may be running."""
+        return self._native.updates(self.id)
 
     def keep_snapshots(self) -> None:
         """Copies the data that snapshots refer to; call it before a worker writes to parameters or states itself."""

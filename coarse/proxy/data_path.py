@@ -17,6 +17,7 @@ from coarse.settings import SCHEDULING_CHOICES
 from coarse.wire.device_job import (
     COLLECTIVE_LOGS,
     DOORBELLS,
+    EPOCHS,
     EXCHANGE_LOGS,
     LINK_TABLE,
     METRICS,
@@ -50,6 +51,9 @@ class DataPath:
         """Why NCCL cannot be chosen although it was requested."""
         self._link_fds = [fd for fds in job.link_fds for fd in fds]
         self._client_segments: dict[int, Segment] = {}
+        self._newcomers: dict[
+            int, tuple[str, Segment]
+        ] = {}  # segments to be mapped, by client, with the entry
         self._memory = memory
         self._shared: dict[str, Segment] = {}  # the memory that all devices map, by name
         self.proxy: _native.Proxy | None = None
@@ -57,6 +61,7 @@ class DataPath:
         self.metrics = MetricsWriter()
         """This device's metrics; counts nothing before the proxy exists."""
         self._links: PacedLinks | None = None
+        self._epochs: Segment | None = None  # to read
         self.is_started = False
         self._heartbeats: _native.HeartbeatWatch | None = None
 
@@ -84,13 +89,38 @@ class DataPath:
             self._shared[LINK_TABLE] = Segment.received(self._job.link_table_fd)
         return own
 
+    def add_newcomer(self, client: int, entry: str, segment: Segment) -> None:
+        """Takes the segment of a newcomer in the place of a lost worker, which one of the devices has allocated."""
+        if client in self._newcomers:
+            self._newcomers[client][1].close()
+        self._newcomers[client] = entry, segment
+
+    def map_newcomer(self, client: int, entry: str) -> bool:
+        """Starts to serve a newcomer; returns False if its segment has not arrived yet."""
+        assert self.proxy is not None
+        given, segment = self._newcomers.get(client, ("", None))
+        if given != entry or segment is None:
+            return False
+        self._client_segments[client] = segment
+        del self._newcomers[client]
+        self.proxy.admit_newcomer(client, segment.fd)
+        return True
+
+    def member_since(self, client: int) -> int:
+        """The first epoch of the worker in a place; _native.NO_EPOCH if it is no member yet."""
+        return 0 if self.proxy is None else self.proxy.member_since(client)
+
     def take_shared(self, segments: dict[str, Segment]) -> None:
         """Takes shared memory that another device has allocated."""
         self._shared.update(segments)
 
+    def new_client_segment(self) -> Segment:
+        """Allocates the segment of one of this device's own workers."""
+        return self._memory.allocate_host("client", _native.client_segment_bytes(self._job.num_devices))
+
     def allocate_client(self, client: int) -> int:
         """Allocates the segment of one of this device's own workers; returns its descriptor, which it keeps open."""
-        segment = self._memory.allocate_host("client", _native.client_segment_bytes(self._job.num_devices))
+        segment = self.new_client_segment()
         self._client_segments[client] = segment
         return segment.fd
 
@@ -156,7 +186,12 @@ class DataPath:
 
     def worker_fds(self, client: int) -> list[int]:
         """The descriptors that one of this device's own workers maps; the data path keeps them."""
-        return [self._client_segments[client].fd, self._shared[DOORBELLS].fd, self._shared[METRICS].fd]
+        own = [self._client_segments[client].fd, self._shared[DOORBELLS].fd, self._shared[METRICS].fd]
+        if not self._job.replaces_workers:
+            return own
+        if self._epochs is None:
+            self._epochs = self._shared[EPOCHS].to_read()
+        return [*own, self._epochs.fd]
 
     def metrics_reader(self) -> MetricsReader:
         """Reads the metrics of the node's processes. Call it after share() of the home device."""
@@ -198,7 +233,9 @@ class DataPath:
         """Unmaps and closes all memory, after stop()."""
         self.proxy = None
         self._links = None
-        for segment in (*self._client_segments.values(), *self._shared.values()):
+        epochs = [] if self._epochs is None else [self._epochs]
+        newcomers = [segment for _, segment in self._newcomers.values()]
+        for segment in (*self._client_segments.values(), *self._shared.values(), *epochs, *newcomers):
             segment.close()
 
     def _rings(self) -> _native.RingMemory:
@@ -240,6 +277,7 @@ class DataPath:
             node=self._job.node,
             num_nodes=self._job.num_nodes,
             metrics=self.metrics.native,
+            epochs_fd=self._shared[EPOCHS].fd if self._job.replaces_workers else -1,
         )
         if self._job.emulation:
             self._links = PacedLinks(self._shared[LINK_TABLE].fd)

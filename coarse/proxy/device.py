@@ -51,13 +51,14 @@ from coarse.wire.failure_messages import (
     device_silent,
     device_unready,
     too_few_workers,
+    training_over,
     worker_died,
     worker_evicted,
     workers_departed,
 )
 from coarse.wire.messages import Message, Received, int_field
 from coarse.wire.persistent_sessions import leave_session_directory
-from coarse.wire.segments import pack, unpack
+from coarse.wire.segments import Segment, pack, unpack
 
 if TYPE_CHECKING:  # slow to import
     from coarse.metrics.endpoint import MetricsEndpoint
@@ -114,6 +115,7 @@ class MemoryDevice:
             self._snapshots,
             contents.groups,
             contents.replicas,
+            self._data_path.member_since,
         )
         status.follow(self._registrar.reserved_bytes)
         self._storage = StorageService(value_memory(memories.own), self._workers.send, contents.storage)
@@ -149,6 +151,8 @@ class MemoryDevice:
             "departures": self._tell_departures,
             "late_workers": self._tell_late_workers,
             "lost": self._hear_of_loss,
+            "ready": self._await_membership,
+            "entered": lambda worker, _: self._membership.enter(worker.client),
             "bye": self._say_goodbye,
         }
         if job.emulation:
@@ -242,6 +246,7 @@ class MemoryDevice:
         if self._data_path.is_ready and self._workers.is_complete and not self._data_path.is_started:
             self._welcome()
         if (proxy := self._data_path.running_proxy) is not None:
+            self._settle_newcomers()
             self._registrar.advance(proxy)
             if not self._is_aborted and (silent := self._data_path.silent_device()) is not None:
                 self._abort(device_silent(self._job, silent))
@@ -282,15 +287,19 @@ class MemoryDevice:
         """Starts the data path when all workers have joined, and notifies them."""
         self._data_path.start()
         for client in range(self._job.num_clients):
-            fds = self._data_path.worker_fds(client) if client in self._job.local_clients else []
-            welcome = {
-                "type": "welcome",
-                "device": self._job.device,
-                "pid": os.getpid(),
-                "has_nccl": self._data_path.has_nccl,
-            }
-            self._workers.send(client, welcome, fds)
+            self._workers.send(client, self._welcome_message(), self._welcome_fds(client))
         self._data_path.release_clients()
+
+    def _welcome_message(self) -> Message:
+        return {
+            "type": "welcome",
+            "device": self._job.device,
+            "pid": os.getpid(),
+            "has_nccl": self._data_path.has_nccl,
+        }
+
+    def _welcome_fds(self, client: int) -> list[int]:
+        return self._data_path.worker_fds(client) if client in self._job.local_clients else []
 
     def _is_to_be_continued(self) -> bool:
         is_unfinished = self._is_aborted or bool(self._failed_ranks)
@@ -361,7 +370,7 @@ class MemoryDevice:
         # Before closing any connection: a process that waits for the close may start devices in the same place.
         if self._job.keep_s and not self._goes_on:
             leave_session_directory(self._workers.socket)
-        elif not self._data_path.is_started and not self._goes_on:
+        elif self._job.replaces_workers or (not self._data_path.is_started and not self._goes_on):
             self._workers.socket.abandon()
         self._registrar.close()
         self._storage.close()
@@ -384,7 +393,9 @@ class MemoryDevice:
             self._data_path.nccl_problem = str(message["reason"])
             self._has_told_of_nccl = True
         elif received.kind == "client":
-            self._data_path.take_client(int_field(message, "client"), segments[0])
+            self._take_client(
+                int_field(message, "client", high=self._job.num_clients - 1), message, segments[0]
+            )
         elif received.kind == "segments":
             self._registrar.take_peer_memory(message, segments)
         elif received.kind in (REFILL_GROUP, REFILL_VALUE):
@@ -392,7 +403,8 @@ class MemoryDevice:
             for segment in segments:
                 segment.close()
         elif received.kind == DRAINED:
-            self._note_drained(int_field(message, "client", high=self._job.num_clients - 1), device)
+            client = int_field(message, "client", high=self._job.num_clients - 1)
+            self._note_drained(client, int_field(message, "pid"), device)
         elif received.kind == "abort":
             self._abort(Failure.from_message(message))
         elif received.kind == "node_ended":
@@ -405,6 +417,8 @@ class MemoryDevice:
 
     def worker_admitted(self, worker: WorkerConnection) -> None:
         """Allocates the worker's segment, if this is its own device."""
+        if self._data_path.is_started:
+            return self._admit_newcomer(worker)
         if not self._job.leader_pid:
             self._deadline = max(self._deadline, time.monotonic() + self._job.join_timeout_s)
         if self._loss is not None and self._loss.is_unready:
@@ -435,6 +449,9 @@ class MemoryDevice:
 
     def worker_died(self, worker: WorkerConnection) -> None:
         """Goes on without a worker that has died, or ends the session."""
+        self._settle_newcomers()
+        if worker.client in self._membership.newcomers:
+            return self._lose_newcomer(worker)
         proxy = self._data_path.running_proxy
         last_step = proxy.last_step(worker.client) if proxy is not None else 0
         evidence = self._memory_watch.evidence()
@@ -473,6 +490,9 @@ class MemoryDevice:
         self._abort(lost(self._job, device))
 
     def _say_goodbye(self, worker: WorkerConnection, message: Message) -> None:
+        self._settle_newcomers()
+        if worker.client in self._membership.newcomers:
+            return self._lose_newcomer(worker)
         if message.get("is_finished") is not True:
             self._failed_ranks.add(self._job.rank(worker.client))
             if self._can_go_on:
@@ -514,9 +534,84 @@ class MemoryDevice:
         self._storage.leave(worker.client)
         worker.close()
 
-    def _note_drained(self, client: int, device: int) -> None:
-        if self._membership.drain(client, device) and self._data_path.proxy is not None:
+    def _note_drained(self, client: int, pid: int, device: int) -> None:
+        if self._membership.drain(client, pid, device) and self._data_path.proxy is not None:
             self._data_path.proxy.stand_in_for(client)
+
+    # ---- newcomers, in the places of lost workers ----
+
+    def is_vacant(self, client: int) -> bool:
+        """Whether a newcomer may take the place of a lost worker."""
+        return self._can_go_on and self._job.replaces_workers and self._membership.is_vacant(client)
+
+    def _admit_newcomer(self, worker: WorkerConnection) -> None:
+        client, entry = worker.client, worker.entry
+        self._membership.admit(client, entry)
+        if client in self._job.local_clients:
+            segment = self._data_path.new_client_segment()
+            self._peers.tell({"type": "client", "client": client, "entry": entry}, [segment.fd])
+            self._data_path.add_newcomer(client, entry, segment)
+        self._map_newcomer(client)
+
+    def _take_client(self, client: int, message: Message, segment: Segment) -> None:
+        """Takes a worker's segment that another device has allocated."""
+        if not self._data_path.is_started:
+            return self._data_path.take_client(client, segment)
+        self._data_path.add_newcomer(client, str(message["entry"]), segment)
+        self._map_newcomer(client)
+
+    def _map_newcomer(self, client: int) -> None:
+        """Serves a newcomer when its segment and its hello have arrived."""
+        entry = self._membership.newcomers.get(client, "")
+        if not entry or not self._data_path.map_newcomer(client, entry):
+            return
+        self._registrar.admit(client)
+        self._workers.send(client, self._welcome_message(), self._welcome_fds(client))
+        self._data_path.release_clients()
+
+    def _await_membership(self, worker: WorkerConnection, _: Message) -> None:
+        """Lets a newcomer, which all devices have welcomed, become a member at the next boundary."""
+        proxy = self._data_path.proxy
+        if worker.client not in self._membership.newcomers or proxy is None:
+            raise ProtocolError("'ready' comes from a member")
+        self._membership.wait(worker.client)
+        proxy.set_ready(worker.client, True)
+
+    def _settle_newcomers(self) -> None:
+        """Notes which newcomers are members: a boundary has been completed, by any device."""
+        for client in self._membership.newcomers:
+            is_member = self._data_path.member_since(client) != _native.NO_EPOCH
+            if is_member and self._membership.may_be_member(client):
+                self._membership.settle(client)
+
+    def _lose_newcomer(self, worker: WorkerConnection) -> None:
+        """Goes on without a newcomer, which is a loss only if it is a member when its process ends."""
+        proxy = self._data_path.proxy
+        assert proxy is not None
+        proxy.set_ready(worker.client, False)
+        if self._membership.may_be_member(worker.client):
+            return self._workers.await_end(worker, lambda: self._bury_newcomer(worker))
+        self._workers.forget(worker)
+        self._bury_newcomer(worker)
+
+    def _bury_newcomer(self, worker: WorkerConnection) -> None:
+        proxy, client = self._data_path.proxy, worker.client
+        assert proxy is not None
+        self._settle_newcomers()
+        if client not in self._membership.newcomers:
+            return self._lose_member(worker, "died")
+        self._membership.forget(client)
+        proxy.newcomer_ended(client)
+        self._registrar.lose(client, proxy)
+        self._storage.leave(client)
+        worker.close()
+
+    def _turn_newcomers_away(self) -> None:
+        """Informs newcomers that nobody will take another step with them, if the members have finished."""
+        entering = self._membership.entering
+        if entering and not self._workers.present(sorted({*range(self._job.num_clients)} - entering)):
+            for worker in self._workers.present(sorted(entering)):
+                worker.send(training_over().to_message("aborted"))
 
     def _leave(self, worker: WorkerConnection) -> None:
         self._workers.forget(worker)
@@ -530,6 +625,7 @@ class MemoryDevice:
             self._registrar.release_all(worker.client, proxy)
         self._storage.leave(worker.client)
         worker.close()
+        self._turn_newcomers_away()
 
     def _register(self, worker: WorkerConnection, message: Message) -> None:
         self._registrar.register(worker.client, message)
@@ -587,8 +683,9 @@ class MemoryDevice:
         assert proxy is not None
         self._other_nodes.take_events(proxy)
         for client in proxy.take_drained():
-            self._peers.tell({"type": DRAINED, "client": client})
-            self._note_drained(client, self._job.device)
+            pid = self._workers[client].pid
+            self._peers.tell({"type": DRAINED, "client": client, "pid": pid})
+            self._note_drained(client, pid, self._job.device)
         for client, text in proxy.take_events():
             if client == _native.THIS_DEVICE:
                 self._fail(text)

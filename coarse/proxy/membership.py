@@ -1,4 +1,4 @@
-"""The workers of a node that are lost while the others go on (docs/design/membership.md)."""
+"""Lost workers of a node, without which the others go on, and newcomers (docs/design/membership.md)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ DRAINED = "drained"
 
 
 class Membership:
-    """One memory device's knowledge of lost workers. Used from the control thread alone.
+    """One memory device's knowledge of lost workers and newcomers. Used from the control thread alone.
+
+    A client's place can have several workers, one after the other. Messages name a lost worker by its process, a
+    newcomer by its entry, because one process may try to enter several times.
 
     Args:
         job: The device's place in the session.
@@ -19,23 +22,26 @@ class Membership:
     def __init__(self, job: DeviceJob) -> None:
         self._job = job
         self._losses: dict[int, WorkerLoss] = {}
-        self._drained: dict[
-            int, set[int]
-        ] = {}  # devices, by client; others may know of a loss before this one
+        self._replaced: list[WorkerLoss] = []
+        # Devices, by client and process; others may know of a loss before this one.
+        self._drained: dict[tuple[int, int], set[int]] = {}
+        self._newcomers: dict[int, str] = {}
+        self._waiting: set[int] = set()
+        self._entering: set[int] = set()
 
     @property
     def lost(self) -> frozenset[int]:
-        """Clients that are lost."""
+        """Clients that are lost, and whose places have no member."""
         return frozenset(self._losses)
 
     @property
     def losses(self) -> tuple[WorkerLoss, ...]:
-        """The losses in their order."""
-        return tuple(self._losses.values())
+        """All losses; those whose places have a member again come first."""
+        return (*self._replaced, *self._losses.values())
 
     @property
     def num_left(self) -> int:
-        """Workers of the node that are not lost."""
+        """Members of the node that are not lost."""
         return self._job.num_clients - len(self._losses)
 
     @property
@@ -45,10 +51,59 @@ class Membership:
 
     def lose(self, client: int, loss: WorkerLoss) -> None:
         """Notes that a worker is lost."""
+        self._entering.discard(client)
         self._losses[client] = loss
 
-    def drain(self, client: int, device: int) -> bool:
+    def drain(self, client: int, pid: int, device: int) -> bool:
         """Notes that a device has taken a worker's last contributions; returns whether now all devices have."""
-        devices = self._drained.setdefault(client, set())
+        devices = self._drained.setdefault((client, pid), set())
         devices.add(device)
         return len(devices) == self._job.num_devices
+
+    # Newcomers.
+
+    @property
+    def newcomers(self) -> dict[int, str]:
+        """The entries of workers that are no members yet, by client."""
+        return dict(self._newcomers)
+
+    def is_vacant(self, client: int) -> bool:
+        """Whether a newcomer may take a place: its worker is lost, and no device has a contribution of it left."""
+        loss = self._losses.get(client)
+        if loss is None or client in self._newcomers:
+            return False
+        return len(self._drained.get((client, loss.pid), ())) == self._job.num_devices
+
+    def admit(self, client: int, entry: str) -> None:
+        """Notes that a newcomer has a place."""
+        self._newcomers[client] = entry
+        self._entering.add(client)
+
+    def wait(self, client: int) -> None:
+        """Notes that a newcomer waits until it is a member."""
+        self._waiting.add(client)
+
+    def may_be_member(self, client: int) -> bool:
+        """Whether a newcomer waits, so that any device may have made it a member."""
+        return client in self._waiting
+
+    def enter(self, client: int) -> None:
+        """Notes that a newcomer has begun to take part."""
+        self._entering.discard(client)
+
+    @property
+    def entering(self) -> frozenset[int]:
+        """Clients that have entered a place and have not begun to take part."""
+        return frozenset(self._entering)
+
+    def settle(self, client: int) -> None:
+        """Notes that a newcomer is a member."""
+        del self._newcomers[client]
+        self._waiting.discard(client)
+        self._replaced.append(self._losses.pop(client))
+
+    def forget(self, client: int) -> None:
+        """Notes that a newcomer has ended before it was a member."""
+        self._entering.discard(client)
+        del self._newcomers[client]
+        self._waiting.discard(client)

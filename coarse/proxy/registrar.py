@@ -6,9 +6,9 @@ import errno
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
-from coarse.errors import CoarseError, OutOfDeviceMemoryError
+from coarse.errors import CoarseError, OutOfDeviceMemoryError, SchemaMismatchError
 from coarse.kernels import _native
 from coarse.profiler.partition import LOGGED_ALGORITHMS, PartitionPlan
 from coarse.proxy.memory import DeviceMemories, DeviceMemory, HostMemory
@@ -77,6 +77,7 @@ class Registrar:
         snapshots: Reads snapshots of groups, if this is the home device.
         kept: Groups of an earlier attempt, and groups to keep for a later one.
         replicas: The same for the replicas that this device keeps for the home device.
+        member_since: The first epoch of the worker in a place (docs/design/membership.md).
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Registrar:
         snapshots: SnapshotService,
         kept: PersistentGroups,
         replicas: PersistentGroups,
+        member_since: Callable[[int], int] = lambda client: 0,
     ) -> None:
         self._job = job
         self._memory = memories.own
@@ -100,17 +102,50 @@ class Registrar:
         self._registrations: dict[int, Registration] = {}
         self._released: set[int] = set()  # numbers of released groups; never reused
         self._lost: set[int] = set()
+        self._member_since = member_since
 
     def register(self, client: int, message: Message) -> None:
         """Handles a worker's request for a group."""
-        registration = self._registration(int_field(message, "group", high=_MOST_GROUP_ID))
-        registration.schemas[client] = GroupSchema.from_message(message)
+        group = int_field(message, "group", high=_MOST_GROUP_ID)
+        if self._job.replaces_workers and group in self._released:
+            return self._answer_released(client, group)
+        registration = self._registration(group)
+        schema = GroupSchema.from_message(message)
+        if self._job.replaces_workers and registration.is_active:
+            return self._join(registration, client, schema)
+        registration.schemas[client] = schema
+        registration.joined.add(client)
+        if "epoch" in message:
+            registration.epoch = max(
+                registration.epoch, int_field(message, "epoch", high=_native.NO_EPOCH - 1)
+            )
         registration.places[client] = WorkerPlaces(
             on_gpu=message.get("is_on_gpu") is True, with_nccl=message.get("has_nccl") is True
         )
         registration.memories[client] = WorkerMemory.from_message(message)
         if registration.refusal is not None:
             self._send(client, registration.refusal, ())
+
+    def _answer_released(self, client: int, group: int) -> None:
+        """Answers a newcomer, which registers a group that the others no longer have."""
+        message: Message = {"type": "registered", "group": group, "is_released": True}
+        self._send(client, {**message, "fds": [], "extents": [], "unreserved": []}, ())
+
+    def _join(self, registration: Registration, client: int, schema: GroupSchema) -> None:
+        """Answers a newcomer, which registers a group that the others have registered."""
+        first = min(each for each in registration.schemas if each != client)
+        try:
+            check_agreement(
+                self._job.rank(first), registration.schemas[first], self._job.rank(client), schema
+            )
+        except SchemaMismatchError as error:
+            return self._send(client, self._refusal_of(registration, error), ())
+        registration.joined.add(client)
+        registration.released.discard(client)
+        read_only = self._to_read(registration)
+        self._answer(registration, client, read_only)
+        for segment in read_only.values():
+            segment.close()
 
     def unregister(self, client: int, message: Message, proxy: _native.Proxy | None) -> None:
         """Handles a worker's release of a group."""
@@ -126,7 +161,19 @@ class Registrar:
     def lose(self, client: int, proxy: _native.Proxy) -> None:
         """Releases all groups of a lost worker, which from now on registers what the others register."""
         self._lost.add(client)
+        for registration in self._registrations.values():
+            registration.joined.discard(client)
         self.release_all(client, proxy)
+
+    def admit(self, client: int) -> None:
+        """Admits a newcomer in the place of a lost worker. Others register without it until it is a member."""
+        self._lost.discard(client)
+
+    def _is_needed(self, registration: Registration, client: int) -> bool:
+        """Whether a worker takes part in a registration and its release."""
+        if client in self._lost:
+            return False
+        return client in registration.joined or self._member_since(client) <= registration.epoch
 
     def is_waiting_for(self, client: int) -> bool:
         """Whether other workers have requested a group that this worker has not."""
@@ -196,7 +243,8 @@ class Registrar:
 
     def _release(self, registration: Registration, client: int, proxy: _native.Proxy | None) -> None:
         registration.released.add(client)
-        if len(registration.released | self._lost) < self._job.num_clients:
+        needed = (each for each in range(self._job.num_clients) if self._is_needed(registration, each))
+        if not registration.released.issuperset(needed):
             return
         if registration.is_active and proxy is not None:
             self._snapshots.remove(registration.group)
@@ -210,7 +258,7 @@ class Registrar:
     def _advance(self, registration: Registration, proxy: _native.Proxy) -> None:
         if registration.refusal is not None or registration.is_active:
             return
-        self._register_lost(registration)
+        self._register_absent(registration)
         if len(registration.schemas) < self._job.num_clients:
             return
         try:
@@ -233,10 +281,11 @@ class Registrar:
             )
             self._refuse(registration, kind(text))
 
-    def _register_lost(self, registration: Registration) -> None:
-        """Registers for lost workers what another one has registered. Their slots stay empty."""
-        members = registration.schemas.keys() - self._lost
-        for client in self._lost - registration.schemas.keys() if members else ():
+    def _register_absent(self, registration: Registration) -> None:
+        """Registers for lost workers and newcomers what another one has registered. Their slots stay empty."""
+        absent = {each for each in range(self._job.num_clients) if not self._is_needed(registration, each)}
+        members = registration.schemas.keys() - absent
+        for client in absent - registration.schemas.keys() if members else ():
             registration.schemas[client] = registration.schemas[min(members)]
             registration.places[client] = WorkerPlaces()
             registration.memories[client] = WorkerMemory(
@@ -492,20 +541,28 @@ class Registrar:
             logger.warning("[md%s] %s", self._job.device, warning)
         registration.is_active = True
         self._keep(registration)
+        read_only = self._to_read(registration)
+        for client in registration.joined:
+            self._answer(registration, client, read_only)
+        for segment in read_only.values():
+            segment.close()
+        if not self._job.replaces_workers:  # newcomers need it
+            registration.close()
+
+    def _to_read(self, registration: Registration) -> dict[str, Segment]:
+        """This device's memory of a group for all workers to read."""
         read_only = self._open_slots(registration)
         if self._job.is_home:
             shared = registration.shared
             read_only |= {
                 name: shared[name].to_read() for name in (CONTROL, SNAPSHOT_CONTROL) if name in shared
             }
-        for client in range(self._job.num_clients):
-            self._answer(registration, client, read_only)
-        for segment in read_only.values():
-            segment.close()
-        registration.close()
+        return read_only
 
     def _add_group(self, registration: Registration, proxy: _native.Proxy) -> None:
         shared, schema = self._used_of(registration), registration.schema
+        if schema.is_boundary:
+            proxy.set_boundary(registration.group)
         plan = schema.native_plan(registration.group, self._job.num_clients)
         versions = self._add_snapshots(registration, plan)
         updates = registration.recovered
@@ -619,14 +676,17 @@ class Registrar:
         return slot_bytes + registration.schema.kept_bytes - registration.moved_bytes
 
     def _refuse(self, registration: Registration, error: Exception) -> None:
-        registration.refusal = {
+        registration.refusal = self._refusal_of(registration, error)
+        for client in registration.schemas:
+            self._send(client, registration.refusal, ())
+
+    def _refusal_of(self, registration: Registration, error: Exception) -> Message:
+        return {
             "type": "refused",
             "group": registration.group,
             "error": type(error).__name__,
             "text": str(error),
         }
-        for client in registration.schemas:
-            self._send(client, registration.refusal, ())
 
 
 def _bytes_by_use(

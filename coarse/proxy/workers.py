@@ -36,6 +36,8 @@ class WorkerConnection:
         self.channel = channel
         self.pid = pid
         self.client = -1
+        self.entry = ""
+        """A newcomer's mark of its attempt to enter."""
         self.pidfd = -1
         self.has_left = False
         self.opened_s = time.monotonic()
@@ -59,6 +61,9 @@ class WorkerConnection:
 
 class WorkerHandler(Protocol):
     """A memory device's handlers for events of its workers."""
+
+    def is_vacant(self, client: int) -> bool:
+        """Whether a newcomer may take the place of this worker, which was admitted and is lost."""
 
     def worker_admitted(self, worker: WorkerConnection) -> None:
         """The worker has sent hello; worker.client is its number."""
@@ -268,9 +273,13 @@ class Workers:
     def _admit(self, worker: WorkerConnection, message: Message) -> None:
         self._check_token(message)
         client = int_field(message, "client", high=self._job.num_clients - 1)
-        if client in self._admitted:
+        is_newcomer = bool(message.get("entry"))
+        if is_newcomer and not self._handler.is_vacant(client):
+            return self._turn_away(worker)
+        if client in self._admitted and not is_newcomer:
             raise ProtocolError(f"worker {self._job.rank(client)} has already joined")
         worker.client = client
+        worker.entry = str(message.get("entry", ""))
         worker.channel.trust()
         self._admitted[client] = worker
         # A forked child of the worker keeps the socket open, so watching the socket alone would miss the death.
@@ -282,6 +291,11 @@ class Workers:
         if self._job.keep_s and self.is_complete:
             self._loop.unwatch(self._acceptor.fileno())  # later connections belong to the next attempt
         self._handler.worker_admitted(worker)
+
+    def _turn_away(self, worker: WorkerConnection) -> None:
+        """Lets a newcomer try again later: the devices are not done with the former worker of its place."""
+        worker.send({"type": "occupied"})
+        self._lose(worker)
 
     def _check_token(self, message: Message) -> None:
         token = message.get("token")

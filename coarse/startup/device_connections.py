@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -39,6 +39,7 @@ from coarse.startup.persistent_devices import Keeping, find_persistent_devices, 
 from coarse.startup.shared_link_table import shared_link_table
 from coarse.store import Store
 from coarse.wire.algorithms import distant_gpus
+from coarse.wire.messages import Received
 from coarse.wire.pace import choose_pace
 from coarse.wire.persistent_sessions import make_session_directory
 from coarse.wire.socket_directory import socket_path
@@ -339,35 +340,8 @@ def connect(joining: Joining, node: NodeDevices) -> Client:
             what=f"worker {rank}: joining the memory devices",
             on_silence=watch.check,
         )
-        segment_fd, doorbells_fd, metrics_fd = next(reply.fds for reply in replies.values() if reply.fds)
-        for connection in connections:
-            connection.pid = int(replies[connection.device].message["pid"])
-        client = Client(
-            ranks=node.ranks,
-            number=number,
-            table=node.table,
-            emulation=node.emulation,
-            connections=connections,
-            segment_fd=segment_fd,
-            doorbells_fd=doorbells_fd,
-            metrics_fd=metrics_fd,
-            settings=settings,
-            pace=choose_pace(settings, node.table.num_devices, len(node.ranks)),
-            names=[joining.watch.describe(each) for each in node.ranks],
-            agreement=NodeAgreement(
-                rank,
-                node.nodes,
-                joining.store,
-                timeout_s=settings.timeout_s,
-                warn_after_s=settings.warn_after_s,
-            ),
-            fate_of_device=_died if node.processes is None else node.processes.fate,
-            kill_silent=_killer(node, connections) if number == 0 else _leave_to_leader,
-            has_nccl=all(reply.message["has_nccl"] is True for reply in replies.values()),
-        )
-        os.close(segment_fd)
-        os.close(doorbells_fd)
-        os.close(metrics_fd)
+        names = [joining.watch.describe(each) for each in node.ranks]
+        client = open_client(rank, settings, node, connections, replies, names=names, store=joining.store)
     except BaseException as error:
         for connection in connections:
             connection.close()
@@ -379,6 +353,58 @@ def connect(joining: Joining, node: NodeDevices) -> Client:
             # One loss causes others: devices end with the worker that started them, workers with any other worker.
             watch.check()
         raise
+    return client
+
+
+def open_client(
+    rank: int,
+    settings: Settings,
+    node: NodeDevices,
+    connections: Sequence[DeviceConnection],
+    replies: Mapping[int, Received],
+    *,
+    names: Sequence[str],
+    store: Store | None,
+    is_newcomer: bool = False,
+) -> Client:
+    """The client of a worker that all memory devices of its node have welcomed.
+
+    Args:
+        rank, settings, node: This worker, its settings and its memory devices.
+        connections: One to each of these.
+        replies: Their welcomes, whose descriptors this function closes.
+        names: Descriptions of the node's workers, by client number.
+        store: The session's store; None if nobody uses it any more.
+        is_newcomer: As for Client.
+    """
+    fds = next(reply.fds for reply in replies.values() if reply.fds)
+    segment_fd, doorbells_fd, metrics_fd, *epochs = fds
+    number = node.ranks.index(rank)
+    for connection in connections:
+        connection.pid = int(replies[connection.device].message["pid"])
+    client = Client(
+        ranks=node.ranks,
+        number=number,
+        table=node.table,
+        emulation=node.emulation,
+        connections=connections,
+        segment_fd=segment_fd,
+        doorbells_fd=doorbells_fd,
+        metrics_fd=metrics_fd,
+        epochs_fd=epochs[0] if epochs else -1,
+        is_newcomer=is_newcomer,
+        settings=settings,
+        pace=choose_pace(settings, node.table.num_devices, len(node.ranks)),
+        names=names,
+        agreement=NodeAgreement(
+            rank, node.nodes, store, timeout_s=settings.timeout_s, warn_after_s=settings.warn_after_s
+        ),
+        fate_of_device=_died if node.processes is None else node.processes.fate,
+        kill_silent=_killer(node, connections) if number == 0 else _leave_to_leader,
+        has_nccl=all(reply.message["has_nccl"] is True for reply in replies.values()),
+    )
+    for fd in fds:
+        os.close(fd)
     return client
 
 

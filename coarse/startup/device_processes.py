@@ -241,6 +241,7 @@ def _job_of(
         keep_s=keep_s,
         replicas=settings.replicas,
         min_workers=settings.least_workers,
+        replaces_workers=settings.replaces_workers,
         clients_of=tuple(each.workers for each in table.devices),
         metrics_address=settings.metrics_address,
         metrics_port=settings.metrics_port,

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from coarse.env import WorkerIdentity, process_environment
+from coarse.env import WorkerIdentity, invitation, process_environment
 from coarse.errors import RendezvousError
 from coarse.rendezvous.launcher_environment import meeting_place, unserved, why_unresolved
 from coarse.rendezvous.workers import gather_workers
@@ -27,6 +27,7 @@ from coarse.torch.group_teardown import (
     keep_process_groups_in_forks,
     leave_process_groups,
 )
+from coarse.torch.newcomer_group import make_group_of_newcomer
 from coarse.torch.store import serve_store
 from coarse.torch.store_namespace import fresh_part
 
@@ -43,7 +44,7 @@ def current_process_group() -> Any:
 
     An existing group is used unchanged and not destroyed. A new group is created from RANK, WORLD_SIZE, MASTER_ADDR
     and MASTER_PORT (world size 1 without them), with the gloo backend and the time-out COARSE_TIMEOUT_S. It is
-    destroyed at exit.
+    destroyed at exit. In a worker that takes the place of a lost one, it has rank and size, but no collectives.
 
     Raises:
         RendezvousError: If the variables contradict each other, or a worker is missing or present twice.
@@ -89,7 +90,9 @@ def _make_process_group(identity: WorkerIdentity, environ: Mapping[str, str]) ->
     settings = Settings.from_environment()
     rank, size, timeout_s = identity.rank, identity.world_size, settings.timeout_s
     timeout = timedelta(seconds=timeout_s)
-    if size == 1:
+    if invitation():
+        make_group_of_newcomer(rank, size)
+    elif size == 1:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=rank, world_size=size, timeout=timeout)
     else:
         whole = _connect(identity, environ, timeout_s)

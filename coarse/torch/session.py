@@ -13,12 +13,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from coarse.env import WorkerIdentity
+from coarse.env import WorkerIdentity, invitation
 from coarse.errors import CoarseError
 from coarse.metrics.writer import MetricsWriter
 from coarse.rendezvous.workers import host_identity
 from coarse.session import Session
 from coarse.settings import Settings
+from coarse.startup.newcomer import Invitation
 from coarse.torch.failing import is_failing
 from coarse.torch.group_teardown import hold_process_groups, keep_process_groups_in_forks
 from coarse.torch.store import TorchStore, store_of_group
@@ -52,6 +53,11 @@ class GroupSession:
                 self.dropped.popleft()()
 
 
+_ONLY_THE_DEFAULT_GROUP = (
+    "COARSE_ON_LOSS=replace: new workers can take the places of lost ones in torch's default process group only; "
+    "wrap the model without process_group and device_mesh, or set COARSE_ON_LOSS=continue"
+)
+
 # Global because torch's process groups accept no attributes, and two wrappers with the same group share no other
 # object through which they could find the session. Entries disappear with their group.
 _SESSIONS: MutableMapping[Any, GroupSession] = weakref.WeakKeyDictionary()
@@ -79,15 +85,31 @@ def metrics_of_default_group() -> MetricsWriter:
 
 
 def _join(process_group: Any) -> GroupSession:
+    if text := invitation():
+        return _held(GroupSession(_enter(process_group, text)), process_group)
     rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
-    timeout_s = Settings.from_environment().timeout_s
+    settings = Settings.from_environment()
+    timeout_s = settings.timeout_s
+    if settings.replaces_workers and process_group is not dist.group.WORLD:
+        raise ValueError(_ONLY_THE_DEFAULT_GROUP)
     torch_store = store_of_group(process_group)
     # A launcher's store may outlive process groups: keys of an earlier session must not be reused.
     with fresh_part(torch_store, prefix="coarse", rank=rank, size=size, timeout_s=timeout_s) as store:
         session = Session.join(
             identity=_identity(process_group, store), store=store, name=str(process_group.group_name)
         )
-    shared = GroupSession(session)
+    return _held(GroupSession(session), process_group)
+
+
+def _enter(process_group: Any, text: str) -> Session:
+    """Enters a running session in the place of a lost worker."""
+    if process_group is not dist.group.WORLD:
+        raise ValueError(_ONLY_THE_DEFAULT_GROUP)
+    return Session.enter(identity=WorkerIdentity.from_environment(), invitation=Invitation.from_json(text))
+
+
+def _held(shared: GroupSession, process_group: Any) -> GroupSession:
+    """A session that ends with the process or its group."""
     atexit.register(_close_at_exit, shared, os.getpid())
     weakref.finalize(process_group, _close, shared, os.getpid()).atexit = False
     return shared

@@ -22,6 +22,7 @@ LINK_TABLE = "link table"
 COLLECTIVE_LOGS = "collective logs"
 NCCL_ID = "nccl id"
 METRICS = "metrics"
+EPOCHS = "epochs"
 """Names of memory that all devices share (docs/design/arena.md)."""
 
 NCCL_ID_BYTES = 128
@@ -61,6 +62,7 @@ class DeviceJob:
         keep_s: How long to wait for the workers of the next attempt if workers are lost; 0 disables waiting.
         replicas: Extra copies of each memory device's contents, on the next devices of the ring.
         min_workers: Workers that suffice to go on after others are lost; 0 if the first loss ends the session.
+        replaces_workers: Whether new workers take the places of lost ones.
         clients_of: The workers that each device serves.
         link_table_fd: The link table, if several nodes share it; -1 if the home device writes it.
         metrics_address, metrics_port: Where the home device serves the node's metrics; port 0 for nowhere.
@@ -94,6 +96,7 @@ class DeviceJob:
     keep_s: float
     replicas: int = 0
     min_workers: int = 0
+    replaces_workers: bool = False
     clients_of: tuple[tuple[int, ...], ...] = ()
     link_table_fd: int = -1
     metrics_address: str = ""
@@ -155,6 +158,8 @@ class DeviceJob:
         if self.is_home:
             own[DOORBELLS] = _native.doorbells_bytes(self.num_devices)
             own[METRICS] = _native.metrics_bytes(self.num_devices, self.num_clients)
+        if self.is_home and self.replaces_workers:
+            own[EPOCHS] = _native.EPOCHS_BYTES
         if self.is_home and self.has_rings:
             own[RING_LOGS] = _native.RING_LOGS_BYTES
         if self.is_home and self.has_exchange:
@@ -180,6 +185,7 @@ class DeviceJob:
             LINK_TABLE: bool(self.emulation),
             COLLECTIVE_LOGS: self.has_nccl,
             NCCL_ID: self.has_nccl,
+            EPOCHS: self.replaces_workers,
         }
         return names | {name for name, is_there in optional.items() if is_there}
 

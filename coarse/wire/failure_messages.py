@@ -200,6 +200,14 @@ def too_few_workers(losses: Sequence[WorkerLoss], num_left: int, min_workers: in
     )
 
 
+def training_over() -> Failure:
+    """A worker has joined when the others had finished."""
+    return Failure(
+        error="WorkerLostError",
+        text="the other workers have finished before this one could take part; nothing is left to do",
+    )
+
+
 def worker_evicted(rank: int, pid: int, reason: str) -> Failure:
     """A worker has sent invalid data."""
     return Failure(

@@ -71,6 +71,7 @@ class GroupSchema:
             parameters do not share memory.
         routes: The routing table of each worker, whose slots then lie in the memory devices of its routes; () if
             slots lie in the worker's own device, regardless of the shards' routes.
+        is_boundary: Whether newcomers become members at its completion (docs/design/membership.md).
     """
 
     name: str
@@ -85,6 +86,7 @@ class GroupSchema:
     window_bytes: int = 0
     large_algorithm: str = "direct"
     routes: tuple[RoutingTable, ...] = ()
+    is_boundary: bool = False
 
     @property
     def kept_bytes(self) -> int:
@@ -160,6 +162,7 @@ class GroupSchema:
             "is_open": self.is_open,
             "on_host": self.on_host,
             "state_names": None if self.state_names is None else list(self.state_names),
+            "is_boundary": self.is_boundary,
             "window_bytes": self.window_bytes,
             "routes": [[table.lat_proxy, table.bw_proxy, table.threshold_bytes] for table in self.routes],
         }
@@ -196,6 +199,7 @@ class GroupSchema:
                 is_staging=message.get("is_staging") is True,
                 is_open=message.get("is_open") is True,
                 on_host=message.get("on_host") is True,
+                is_boundary=message.get("is_boundary") is True,
                 state_names=None if state_names is None else tuple(map(str, state_names)),
                 window_bytes=int_field(message, "window_bytes"),
                 routes=tuple(
@@ -350,6 +354,8 @@ class Registration:
     is_active: bool = False
     refusal: Message | None = None
     released: set[int] = field(default_factory=set)
+    joined: set[int] = field(default_factory=set)  # clients that have requested it themselves
+    epoch: int = 0  # of those that requested it first (docs/design/membership.md)
 
     @property
     def schema(self) -> GroupSchema:

@@ -162,6 +162,7 @@ struct ClusterShape {
   Scheduling scheduling = Scheduling::kQueues;
   bool isDeferred = false;  // memory devices have others compute (deferred_memory.hpp)
   bool hasReplica = false;  // of groups with an optimizer, at device 1
+  bool hasEpochs = false;   // newcomers may take the places of lost clients
 };
 
 template <std::size_t numClients, std::size_t numDevices, std::size_t numSyncCores>
@@ -185,16 +186,18 @@ struct SharedState {
         ringLogs(sizeof(RingLogs)),
         collectiveLogs(sizeof(CollectiveLogs)),
         exchangeLogs(shape.numDevices * sizeof(ExchangeLog)),
-        metrics(MetricsSegment::numBytes(shape.numDevices, shape.numClients)) {
+        metrics(MetricsSegment::numBytes(shape.numDevices, shape.numClients)),
+        epochs(sizeof(EpochTable)) {
     for (std::size_t i = 0; i < shape.numDevices; ++i) {
       rings.emplace_back(sizeof(RingSegment));
       messages.emplace_back(ringMessagesBytes(kHostMessageBytes));
     }
     for (std::size_t i = 0; i < shape.numClients; ++i)
-      segments.emplace_back(ClientSegment::numBytes(shape.numDevices));
+      segments.push_back(std::make_unique<Memory>(ClientSegment::numBytes(shape.numDevices)));
   }
-  Memory doorbells, ringLogs, collectiveLogs, exchangeLogs, metrics;
-  std::vector<Memory> rings, messages, segments;
+  Memory doorbells, ringLogs, collectiveLogs, exchangeLogs, metrics, epochs;
+  std::vector<Memory> rings, messages;
+  std::vector<std::unique_ptr<Memory>> segments;
 };
 
 inline std::shared_ptr<const Memory> makeLinkTable(const LinkTableValues& links) {
@@ -235,25 +238,24 @@ class Cluster {
         shared_(shape),
         linkTable_(std::move(linkTable)) {
     if (shape.isDeferred) tensorMemory_ = std::make_shared<DeferredMemory>(gate_);
-    std::vector<int> watched;
     for (std::size_t device = 0; device < shape.numDevices; ++device) {
       int ends[2];
       if (::socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends) != 0) std::abort();
       clientSockets_.emplace_back(ends[0]);
       deviceSockets_.emplace_back(ends[1]);
-      watched.push_back(ends[0]);
       eventFds_.emplace_back(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
       proxies_.push_back(makeProxy(device));
     }
-    for (std::size_t client = 0; client < shape.numClients; ++client) {
-      ClientConfig config;
-      config.numDevices = shape.numDevices;
-      config.watchFds = watched;
-      config.isEmulated = linkTable_ != nullptr;
-      config.metrics = metrics().client(client);
-      clients_.push_back(
-          std::make_unique<Client>(config, shared_.segments[client].fd, shared_.doorbells.fd, nullptr));
-    }
+    for (std::size_t client = 0; client < shape.numClients; ++client)
+      clients_.push_back(makeClient(client, false));
+  }
+
+  /// A newcomer takes the place of a client that all devices have lost; it registers these groups.
+  void admitNewcomer(std::size_t client, const std::vector<GroupPlan>& plans) {
+    shared_.segments[client] = std::make_unique<Memory>(ClientSegment::numBytes(shape_.numDevices));
+    for (auto& proxy : proxies_) proxy->admitNewcomer(client, shared_.segments[client]->fd);
+    clients_[client] = makeClient(client, true);
+    for (const GroupPlan& plan : plans) addToClient(plan, client);
   }
 
   MetricsSegment metrics() const { return {shared_.metrics.fd, shape_.numDevices, shape_.numClients}; }
@@ -278,9 +280,9 @@ class Cluster {
   Pacer pacer() const { return Pacer(linkTable_->fd); }
   Proxy& proxy(std::size_t device) { return *proxies_[device]; }
   Client& client(std::size_t client) { return *clients_[client]; }
-  Inbox& inbox(std::size_t client) { return ClientSegment(shared_.segments[client].data()).inbox(); }
+  Inbox& inbox(std::size_t client) { return ClientSegment(shared_.segments[client]->data()).inbox(); }
   DescriptorQueue& queue(std::size_t client, std::size_t device) {
-    return ClientSegment(shared_.segments[client].data()).queue(device);
+    return ClientSegment(shared_.segments[client]->data()).queue(device);
   }
   /// Stands in for a client: the requests of a misbehaving worker. Not to be mixed with pushes of Client.
   void tell(std::size_t client, std::size_t device, const Descriptor& descriptor) {
@@ -418,6 +420,17 @@ class Cluster {
     return *memory_.at(plan.id);
   }
 
+  std::unique_ptr<Client> makeClient(std::size_t client, bool isNewcomer) {
+    ClientConfig config;
+    config.numDevices = shape_.numDevices;
+    config.watchFds = {clientSockets_.begin(), clientSockets_.end()};
+    config.isEmulated = linkTable_ != nullptr;
+    config.metrics = metrics().client(client);
+    config.epochsFd = shape_.hasEpochs ? shared_.epochs.fd : -1;
+    config.isNewcomer = isNewcomer;
+    return std::make_unique<Client>(config, shared_.segments[client]->fd, shared_.doorbells.fd, nullptr);
+  }
+
   std::unique_ptr<Proxy> makeProxy(std::size_t device) {
     ProxyConfig config;
     config.device = device;
@@ -427,6 +440,7 @@ class Cluster {
     config.scheduling = shape_.scheduling;
     config.exchangeLogsFd = shared_.exchangeLogs.fd;
     config.metrics = metrics().device(device);
+    if (shape_.hasEpochs) config.epochsFd = shared_.epochs.fd;
     if (linkTable_ != nullptr) {
       config.linkTableFd = linkTable_->fd;
       config.node = index_.node;
@@ -443,7 +457,7 @@ class Cluster {
         std::make_shared<HostCollectives>(meeting_, device, config.localClients), tensorMemory_};
     auto proxy = std::make_unique<Proxy>(config, shared_.doorbells.fd, eventFds_[device], rings, collectives);
     for (std::size_t client = 0; client < shape_.numClients; ++client)
-      proxy->addClient(client, shared_.segments[client].fd);
+      proxy->addClient(client, shared_.segments[client]->fd);
     return proxy;
   }
 

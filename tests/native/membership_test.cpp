@@ -2,9 +2,13 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <iterator>
+#include <map>
+#include <mutex>
 #include <numeric>
+#include <optional>
 #include <random>
 #include <thread>
 #include <vector>
@@ -209,6 +213,23 @@ TEST_P(LostClient, LeavesABufferIncompleteThatOnlyItHad) {
   });
 }
 
+TEST_P(LostClient, LeavesATensorWithoutAContributionOfWhichOnlyItHasPushedSomeShards) {
+  const std::size_t numClients = GetParam().numClients;
+  Job job(GetParam(), twoTensors(numClients));
+  job.cluster.start();
+  const ShardRange whole = job.cluster.client(0).beginPush(kGroup, 0);
+  ASSERT_GT(whole.last, whole.first + 1);
+  for (std::size_t client = 1; client < numClients; ++client) job.push(client, 0, 1, 0);
+  ASSERT_EQ(job.cluster.client(0).post(kGroup, {whole.first, whole.first + 1, 1}, kPresent),
+            WaitStatus::kDone);
+  job.lose(0);
+  for (std::size_t client = 1; client < numClients; ++client) {
+    job.pull(client, 0);
+    EXPECT_EQ(job.cluster.client(client).contributors(kGroup, 0), 0U);
+    EXPECT_EQ(job.cluster.client(client).allContributors(kGroup)[0], 0U);
+  }
+}
+
 TEST_P(LostClient, IsNoReasonToReportOneThatLeaves) {
   Job job(GetParam(), twoTensors(GetParam().numClients));
   job.cluster.start();
@@ -381,6 +402,365 @@ TEST_F(LostBeforeUpdate, AMeasureIsOfTheMeanOfTheOthers) {
     squares += measure.sumOfSquares;
   EXPECT_EQ(squares, 9.0 * kElements);
   expectParameters(8);
+}
+
+// ---- newcomers ----
+
+constexpr std::uint32_t kBoundary = 2;
+
+/// Members that go over the boundary before each step, as coarse.client.step_boundary does. Any thread may
+/// act for one client, the test's own for the memory devices.
+class Training : public Job {
+ public:
+  explicit Training(ClusterShape shape)
+      : Job(withEpochs(shape), twoTensors(shape.numClients, ReduceOp::kSum)),
+        boundary(
+            makePlan(kBoundary, shape.numClients, {{1, DType::kUInt8, ReduceOp::kMax, Algorithm::kGather}})),
+        epochs_(shape.numClients),
+        hasPushed_(shape.numClients) {
+    for (std::size_t device = 0; device < shape.numDevices; ++device)
+      cluster.proxy(device).setBoundary(kBoundary);
+    cluster.addGroup(boundary);
+    cluster.start();
+  }
+  void admit(std::size_t client) {
+    cluster.admitNewcomer(client, {plan, boundary});
+    hasPushed_[client] = 0;
+  }
+  void setReady(std::size_t client) {
+    for (std::size_t device = 0; device < cluster.shape().numDevices; ++device)
+      cluster.proxy(device).setReady(client, true);
+  }
+  void endNewcomer(std::size_t client) {
+    for (std::size_t device = 0; device < cluster.shape().numDevices; ++device)
+      cluster.proxy(device).newcomerEnded(client);
+  }
+  /// Goes over the boundary before `step`.
+  void cross(std::size_t client, std::uint32_t step) {
+    Client& worker = cluster.client(client);
+    if (hasPushed_[client] != 0) {
+      ASSERT_EQ(worker.pull(kBoundary, 0, nullptr, kPatienceSeconds), WaitStatus::kDone);
+    }
+    if (const std::uint32_t epoch = worker.newestEpoch(); epoch != epochs_[client]) {
+      Clients newcomers;
+      for (std::size_t each = 0; each < epochs_.size(); ++each) {
+        if (worker.memberSince(each) == epoch) newcomers.push_back(each);
+      }
+      EXPECT_FALSE(newcomers.empty());
+      worker.enterEpoch(static_cast<std::uint8_t>(epoch), newcomers);
+      epochs_[client] = epoch;
+      const std::lock_guard<std::mutex> lock(mutex_);
+      const Position position{step, worker.steps(kGroup), worker.steps(kBoundary)};
+      const auto [found, isFirst] = positions_.try_emplace(epoch, position);
+      EXPECT_EQ(found->second.step, step) << "all enter an epoch before the same step";
+      EXPECT_EQ(found->second.steps, position.steps);
+    }
+    ASSERT_EQ(worker.push(kBoundary, 0, kPresent, nullptr), WaitStatus::kDone);
+    worker.flush();
+    hasPushed_[client] = 1;
+  }
+  /// Waits until a newcomer is a member. @returns its first step; 0 if `isOver` becomes true before.
+  std::uint32_t enter(std::size_t client, const std::atomic<bool>& isOver) {
+    Client& worker = cluster.client(client);
+    std::optional<Position> position;
+    EXPECT_TRUE(eventually([&] {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      const auto found = positions_.find(worker.memberSince(client));
+      if (found != positions_.end()) position = found->second;
+      return position || isOver;
+    }));
+    if (!position) return 0;
+    worker.setSteps(kGroup, position->steps);
+    worker.setSteps(kBoundary, position->boundarySteps);
+    EXPECT_TRUE(eventually([&] { return worker.areStepsDone(kGroup) && worker.areStepsDone(kBoundary); }));
+    Clients all(epochs_.size());
+    std::iota(all.begin(), all.end(), 0);
+    epochs_[client] = worker.memberSince(client);
+    worker.enterEpoch(static_cast<std::uint8_t>(epochs_[client]), all);
+    return position->step;
+  }
+  /// A step of these clients, which are all members.
+  void takeStep(const Clients& clients, std::uint32_t step) {
+    for (const std::size_t client : clients) cross(client, step);
+    pushAndPull(clients, step);
+  }
+  void pushAndPull(const Clients& clients, std::uint32_t step) {
+    for (const std::size_t client : clients) {
+      for (const std::uint32_t tensor : {0, 1}) push(client, tensor, step);
+    }
+    for (const std::size_t client : clients) {
+      for (const std::uint32_t tensor : {0, 1}) {
+        pull(client, tensor);
+        expectResult(client, tensor, step, clients);
+      }
+    }
+  }
+  /// The first step of a newcomer that is a member, when the others begin it.
+  void begin(const Clients& others, std::size_t newcomer, std::uint32_t step) {
+    for (const std::size_t client : others) cross(client, step);
+    EXPECT_EQ(enter(newcomer, isNeverOver_), step);
+    cross(newcomer, step);
+  }
+  void expectStandIns(const Clients& clients, const Clients& lost) {
+    for (const std::size_t client : clients) EXPECT_EQ(cluster.client(client).standIns(kGroup), lost);
+  }
+
+  GroupPlan boundary;
+
+ private:
+  struct Position {
+    std::uint32_t step = 0;
+    std::vector<std::uint32_t> steps, boundarySteps;
+  };
+  static ClusterShape withEpochs(ClusterShape shape) {
+    shape.hasEpochs = true;
+    return shape;
+  }
+
+  std::vector<std::uint32_t> epochs_;  // of each client
+  std::vector<char> hasPushed_;        // whether each client has pushed the boundary
+  std::mutex mutex_;                   // guards positions_
+  std::map<std::uint32_t, Position> positions_;
+  std::atomic<bool> isNeverOver_{false};
+};
+
+class Newcomer : public testing::TestWithParam<ClusterShape> {
+ protected:
+  Newcomer() : all(GetParam().numClients) { std::iota(all.begin(), all.end(), 0); }
+  Clients without(std::size_t lost) const {
+    Clients others;
+    std::copy_if(all.begin(), all.end(), std::back_inserter(others),
+                 [&](auto client) { return client != lost; });
+    return others;
+  }
+  Clients all;
+};
+
+TEST_P(Newcomer, ContributesFromTheSameStepOnAllWorkers) {
+  for (const std::size_t lost : all) {
+    const Clients others = without(lost);
+    Training job(GetParam());
+    job.takeStep(all, 1);
+    job.lose(lost);
+    job.takeStep(others, 2);
+    job.admit(lost);
+    job.takeStep(others, 3);
+    job.setReady(lost);
+    job.takeStep(others, 4);  // the completion of its boundary begins an epoch
+    job.expectStandIns(others, {lost});
+    job.begin(others, lost, 5);
+    job.pushAndPull(all, 5);
+    job.expectStandIns(all, {});
+    job.takeStep(all, 6);
+    job.expectStandIns(all, {});
+    job.expectNoEvents();
+  }
+}
+
+TEST_P(Newcomer, IsStoodInForAgainWhenItEndsAndReplacedAgain) {
+  const std::size_t lost = 0;
+  const Clients others = without(lost);
+  Training job(GetParam());
+  job.takeStep(all, 1);
+  std::uint32_t step = 1;
+  for (int generation = 0; generation < 3; ++generation) {
+    job.lose(lost);
+    job.takeStep(others, ++step);
+    job.admit(lost);
+    job.setReady(lost);
+    job.takeStep(others, ++step);
+    job.begin(others, lost, ++step);
+    job.push(lost, 0, step);  // and not the other tensor
+    for (const std::size_t client : others) {
+      for (const std::uint32_t tensor : {0, 1}) job.push(client, tensor, step);
+    }
+    job.lose(lost);
+    for (const std::size_t client : others) {
+      for (const std::uint32_t tensor : {0, 1}) job.pull(client, tensor);
+      job.expectResult(client, 0, step, all);
+      job.expectResult(client, 1, step, others);
+    }
+    job.expectStandIns(others, {});  // of this step, which the first tensor has with it
+    job.takeStep(others, ++step);
+    job.expectStandIns(others, {lost});
+    job.admit(lost);
+    job.setReady(lost);
+    job.takeStep(others, ++step);
+    job.begin(others, lost, ++step);
+    job.pushAndPull(all, step);
+  }
+  job.expectNoEvents();
+}
+
+TEST_P(Newcomer, MayEndBeforeItIsAMember) {
+  const std::size_t lost = 1;
+  const Clients others = without(lost);
+  Training job(GetParam());
+  job.takeStep(all, 1);
+  job.lose(lost);
+  for (std::uint32_t step = 2; step <= 4; ++step) {
+    job.admit(lost);
+    job.endNewcomer(lost);
+    job.takeStep(others, step);
+  }
+  job.admit(lost);
+  job.setReady(lost);
+  job.takeStep(others, 5);
+  job.begin(others, lost, 6);
+  job.pushAndPull(all, 6);
+  job.expectNoEvents();
+}
+
+TEST_P(Newcomer, MayEndWhenItIsAMemberThatHasPushedNothing) {
+  const std::size_t lost = 1;
+  const Clients others = without(lost);
+  Training job(GetParam());
+  job.takeStep(all, 1);
+  job.lose(lost);
+  job.takeStep(others, 2);
+  job.admit(lost);
+  job.setReady(lost);
+  job.takeStep(others, 3);
+  for (const std::size_t client : others) job.cross(client, 4);
+  job.lose(lost);
+  job.pushAndPull(others, 4);
+  job.expectStandIns(others, {lost});
+  job.takeStep(others, 5);
+  job.expectNoEvents();
+}
+
+TEST_P(Newcomer, PushesNothingBeforeItIsAMember) {
+  Training job(GetParam());
+  job.takeStep(all, 1);
+  job.lose(0);
+  job.takeStep(without(0), 2);
+  job.admit(0);
+  EXPECT_THROW(job.cluster.client(0).push(kGroup, 1, kPresent, nullptr), std::logic_error);
+  Descriptor descriptor;
+  descriptor.group = kGroup;
+  descriptor.shard = static_cast<std::uint32_t>(job.plan.shards.size()) - 1;
+  descriptor.step = 3;
+  descriptor.flags = kPresent;
+  job.cluster.tell(0, 0, descriptor);
+  std::vector<ProxyEvent> events;
+  ASSERT_TRUE(eventually([&] {
+    events = job.cluster.proxy(0).takeEvents();
+    return !events.empty();
+  }));
+  ASSERT_EQ(events.size(), 1U);
+  EXPECT_EQ(events[0].client, 0);
+  EXPECT_NE(events[0].message.find("of which it is no member"), std::string::npos) << events[0].message;
+}
+
+// Workers end and come at any time, while contributions arrive at all devices.
+TEST_P(Newcomer, TakesPartWithEqualResultsWheneverItComes) {
+  constexpr std::uint32_t kSteps = 120;
+  constexpr int kGenerations = 3;
+  const std::size_t numClients = GetParam().numClients;
+  std::mt19937 random(11);
+  for (int round = 0; round < 4; ++round) {
+    Training job(GetParam());
+    const std::size_t lost = random() % numClients;
+    std::vector<std::uint32_t> numPushed;  // of each worker in the place, before it ends
+    for (int i = 0; i < kGenerations; ++i) numPushed.push_back(random() % 40);
+    // By client, step and tensor; of workers in the lost place, those that have pulled.
+    std::vector<std::map<std::pair<std::uint32_t, std::uint32_t>, std::uint32_t>> masks(numClients);
+    std::atomic<bool> isOver{false};
+    const auto train = [&](std::size_t client, std::uint32_t first, std::uint32_t numPushes) {
+      for (std::uint32_t step = first, pushed = 0; step <= kSteps; ++step) {
+        job.cross(client, step);
+        for (const std::uint32_t tensor : {0, 1}) {
+          if (pushed++ == numPushes) return false;
+          job.push(client, tensor, step);
+        }
+        for (const std::uint32_t tensor : {0, 1}) {
+          job.pull(client, tensor);
+          float value = 0;
+          std::memcpy(&value,
+                      job.cluster.slots(job.plan, client) + (tensor == 0 ? 0 : job.plan.shards.back().offset),
+                      sizeof(value));
+          const auto mask = static_cast<std::uint32_t>(value) / (1 + step % kPeriod);
+          Clients present;
+          for (std::size_t each = 0; each < numClients; ++each) {
+            if ((mask >> each & 1) != 0) present.push_back(each);
+          }
+          EXPECT_TRUE(job.isResult(client, tensor, step, present)) << "half a contribution";
+          masks[client][{step, tensor}] = mask;
+        }
+      }
+      return true;
+    };
+    std::thread place([&] {
+      std::uint32_t first = 1;
+      for (int generation = 0; generation < kGenerations && first > 0; ++generation) {
+        const bool isLast = generation + 1 == kGenerations;
+        if (train(lost, first, isLast ? 2 * kSteps + 2 : numPushed[generation])) return;
+        job.lose(lost);
+        job.admit(lost);
+        job.setReady(lost);
+        first = job.enter(lost, isOver);
+      }
+    });
+    together(numClients, [&](std::size_t client) {
+      if (client != lost) {
+        EXPECT_TRUE(train(client, 1, 2 * kSteps + 2));
+      }
+    });
+    isOver = true;
+    place.join();
+    const std::size_t witness = lost == 0 ? 1 : 0;
+    ASSERT_EQ(masks[witness].size(), 2 * kSteps);
+    for (std::size_t client = 0; client < numClients; ++client) {
+      for (const auto& [where, mask] : masks[client]) {
+        EXPECT_EQ(mask, masks[witness][where]) << "client " << client << ", step " << where.first;
+        if (client == lost) {
+          EXPECT_EQ(mask >> lost & 1, 1U) << "a member that has pushed counts";
+        }
+      }
+    }
+    for (const auto& [where, mask] : masks[witness])
+      EXPECT_EQ(mask | 1U << lost, (1U << numClients) - 1) << "all others count in step " << where.first;
+    job.expectNoEvents();
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Clusters, Newcomer,
+                         testing::Values(ClusterShape{2, 1, 1}, ClusterShape{3, 2, 1}, ClusterShape{3, 2, 2},
+                                         ClusterShape{5, 3, 2}),
+                         nameOf);
+
+TEST(NewcomerBeforeUpdate, SettingsAndResultsAreThoseOfMembers) {
+  // A newcomer in the first place has settings of no step until it contributes itself.
+  constexpr std::size_t kElements = 40'000;
+  ClusterShape shape{3, 2, 1};
+  shape.hasEpochs = true;
+  GroupPlan plan =
+      makePlan(kGroup, 3, {{kElements, DType::kFloat32, ReduceOp::kMean, Algorithm::kDirect}}, 16'384);
+  plan.hasOptimizer = true;
+  Job job(shape, plan);
+  job.cluster.start();
+  auto* const parameters = reinterpret_cast<float*>(job.cluster.parameters(plan));
+  std::fill_n(parameters, kElements, 8.F);
+  for (const std::size_t client : {1, 2}) {
+    UpdateSettings settings;
+    settings.rule = UpdateRule::kSgd;
+    settings.stepSize = 1;
+    settings.updateNumber = 1;
+    job.cluster.settings(plan, client)[0] = settings;
+    std::fill_n(reinterpret_cast<float*>(job.cluster.slots(plan, client)), kElements,
+                client == 1 ? 2.F : 4.F);
+  }
+  job.lose(0);
+  job.cluster.admitNewcomer(0, {plan});
+  for (const std::size_t client : {1, 2}) {
+    ASSERT_EQ(job.cluster.client(client).push(kGroup, 0, kPresent | kUpdate, nullptr), WaitStatus::kDone);
+    job.cluster.client(client).flush();
+  }
+  for (const std::size_t client : {1, 2}) job.pull(client, 0);
+  EXPECT_EQ(std::count(parameters, parameters + kElements, 5.F), std::ptrdiff_t{kElements});
+  EXPECT_EQ(job.cluster.client(0).updates(kGroup),
+            (std::pair<std::uint32_t, std::vector<std::uint32_t>>{1, {1}}));
+  job.expectNoEvents();
 }
 
 }  // namespace

@@ -27,7 +27,7 @@ def test_memory_of_a_group_that_all_workers_have_given_up_is_given_back():
     """Another device may have allocated its share of what this one has refused."""
     kept = SimpleNamespace(forget=lambda group: None)
     registrar = Registrar(
-        SimpleNamespace(num_clients=2),
+        SimpleNamespace(num_clients=2, replaces_workers=False),
         SimpleNamespace(own=None, common=None),
         lambda *_: None,
         lambda *_: None,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import selectors
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -56,6 +57,9 @@ LEFTOVER_GRACE_S = 0.5
 _KILL_INTERVAL_S = 0.05
 """Time between two rounds of SIGKILL, because killed processes may have started others."""
 
+_FIRST_DELAY_S, _LONGEST_DELAY_S = 1.0, 30.0
+"""Time before another worker is started in place of one that has ended before it took part; it doubles each time."""
+
 _CANNOT_START = 126
 
 
@@ -71,8 +75,10 @@ class JobPlan:
         plain_first: Whether the first worker gets the launcher's own stdout and stderr.
         log_dir: An existing directory for one file per worker; None for no files.
         console_streams: Those of "stdout" and "stderr" that go to the launcher's; the others go only to the log.
-        max_restarts: Number of times that all workers are restarted after one has failed.
+        max_restarts: Number of times that all workers are restarted after one has failed; new workers in place of
+            lost ones count, too.
         min_workers: Workers that suffice to go on after others have failed; 0 if the first failure ends all.
+        replaces_workers: Whether to start a new worker in place of each that has failed while the others go on.
         restart_variables: Returns changed variables of every environment, given the number of the restart.
         is_quiet: Whether to say nothing about what the session decides and how the job went.
         tell: Takes events for the dashboard: kind, as in coarse.dashboard.samples, and text.
@@ -87,6 +93,7 @@ class JobPlan:
     console_streams: frozenset[str] = frozenset({"stdout", "stderr"})
     max_restarts: int = 0
     min_workers: int = 0
+    replaces_workers: bool = False
     restart_variables: Callable[[int], Mapping[str, str]] = lambda attempt: {}
     is_quiet: bool = False
     tell: Callable[[str, str], None] = lambda kind, text: None
@@ -125,6 +132,8 @@ class _Worker:
     had_failed: bool = False
     """Whether the launcher stopped it after it had reported its own error, but had not ended."""
     ended_s: float = 0.0
+    is_entering: bool = False
+    """Whether it has the place of a lost worker, and does not take part yet."""
 
     def exit(self) -> WorkerExit:
         return WorkerExit(
@@ -164,6 +173,11 @@ class Supervisor:
         self._unread: OSError | None = None
         self._is_failing = False
         self._lost: list[_Worker] = []
+        self._changed: Mapping[str, str] = {}
+        self._invitation: Mapping[str, object] | None = None
+        self._num_replacements = 0
+        self._replacement_delay_s = 0.0
+        self._replaced: list[int] = []
         self._started_s = time.monotonic()
         self._is_ending = False
         self._has_children = True
@@ -202,13 +216,18 @@ class Supervisor:
             ) from error
 
     def _start_workers(self) -> None:
-        changed = self._plan.restart_variables(self._num_restarts) if self._num_restarts else {}
+        self._changed = self._plan.restart_variables(self._num_restarts) if self._num_restarts else {}
         for local_rank in range(self._plan.num_workers):
-            worker = self._spawn(local_rank, {**self._plan.environments[local_rank], **changed})
-            self._workers.append(worker)
-            self._running[worker.process.pid] = worker
-            for pipe in worker.pipes:
-                self._selector.register(pipe.fd, selectors.EVENT_READ, partial(self._pump, pipe))
+            self._add(self._spawn(local_rank, self._environment_of(local_rank)))
+
+    def _environment_of(self, local_rank: int) -> dict[str, str]:
+        return {**self._plan.environments[local_rank], **self._changed}
+
+    def _add(self, worker: _Worker) -> None:
+        self._workers.append(worker)
+        self._running[worker.process.pid] = worker
+        for pipe in worker.pipes:
+            self._selector.register(pipe.fd, selectors.EVENT_READ, partial(self._pump, pipe))
 
     def _spawn(self, local_rank: int, environment: Mapping[str, str]) -> _Worker:
         plan = self._plan
@@ -230,7 +249,9 @@ class Supervisor:
         return worker
 
     def _pipes(self, worker: _Worker) -> Iterator[OutputPipe]:
-        log_fd = _open_log(self._plan.log_dir, worker.rank, is_new=self._num_restarts == 0)
+        log_fd = _open_log(
+            self._plan.log_dir, worker.rank, is_new=self._num_restarts + self._num_replacements == 0
+        )
         prefix = (
             b"" if worker.rank == self._plan.first_rank and self._is_unmarked else b"[w%d] " % worker.rank
         )
@@ -298,7 +319,13 @@ class Supervisor:
             self._selector.unregister(fd)
 
     def _take_notes(self) -> None:
-        for line in self._notes.take(self._notes_pipe.read()):
+        notes = self._notes_pipe.read()
+        for note in notes:
+            if isinstance(note.get("invitation"), dict):
+                self._invitation = note["invitation"]
+            if isinstance(note.get("entered"), int):
+                self._note_entry(note["entered"])
+        for line in self._notes.take(notes):
             self._say(f"coarse run: {line}\n")
 
     def _on_signals(self, reader: int) -> None:
@@ -326,6 +353,7 @@ class Supervisor:
         return count
 
     def _note_exit(self, pid: int, returncode: int) -> None:
+        self._take_notes()  # a new worker may have said that it takes part
         worker = self._running.pop(pid, None)
         if worker is None:  # an orphaned child of a worker
             return
@@ -333,7 +361,11 @@ class Supervisor:
         worker.ended_s = time.monotonic()
         if returncode == -signal.SIGKILL and not worker.was_stopped:
             worker.evidence = self._memory_watch.evidence()
+        if worker.is_entering:
+            return self._note_failed_entry(worker)
         self._ended.append(worker)
+        if returncode == 0:
+            self._dismiss_newcomers()
         if returncode != 0 and not self._is_failing and self._interrupted_by is None:
             if self._goes_on_without(worker):
                 return
@@ -344,7 +376,8 @@ class Supervisor:
 
     def _goes_on_without(self, worker: _Worker) -> bool:
         """Whether enough workers still run after this one has failed, and none has finished; says so."""
-        num_left, num_finished = len(self._running), len(self._ended) - len(self._lost) - 1
+        num_left = sum(not each.is_entering for each in self._running.values())
+        num_finished = len(self._ended) - len(self._lost) - 1
         if not self._plan.min_workers or num_left < self._plan.min_workers or num_finished:
             return False
         self._lost.append(worker)
@@ -352,7 +385,78 @@ class Supervisor:
             f"coarse run: {worker.exit()}, {worker.ended_s - self._started_s:.1f} s after the start; the other "
             f"{num_left} go on (--min-workers {self._plan.min_workers})\n"
         )
+        self._replace_later(worker.rank)
         return True
+
+    # ---- new workers in place of lost ones ----
+
+    def _replace_later(self, rank: int) -> None:
+        """Starts a new worker in the place of a lost one after a while, if restarts are left."""
+        if not self._plan.replaces_workers:
+            return
+        if self._num_restarts + self._num_replacements >= self._plan.max_restarts:
+            self._say(
+                f"coarse run: worker {rank} is not replaced: --max-restarts {self._plan.max_restarts}\n"
+            )
+            return
+        self._num_replacements += 1
+        self._later(self._replacement_delay_s, partial(self._replace, rank))
+
+    def _replace(self, rank: int) -> None:
+        if self._is_failing or self._interrupted_by is not None or self._has_finished or not self._running:
+            return
+        if self._invitation is None:
+            self._say(
+                f"coarse run: worker {rank} is not replaced: the job has no session that takes new workers\n"
+            )
+            return
+        local_rank = rank - self._plan.first_rank
+        invited = {**self._environment_of(local_rank), "COARSE_INVITATION": json.dumps(self._invitation)}
+        try:
+            worker = self._spawn(local_rank, invited)
+        except OSError as error:
+            self._say(f"coarse run: no new worker {rank} can be started: {error}\n")
+            return
+        worker.is_entering = True
+        self._add(worker)
+        self._say(
+            f"coarse run: a new worker {rank} (pid {worker.process.pid}) starts; {self._num_replacements} of "
+            f"{self._plan.max_restarts} restart(s)\n"
+        )
+
+    @property
+    def _has_finished(self) -> bool:
+        """Whether some worker has done its work."""
+        return any(worker.process.returncode == 0 for worker in self._ended)
+
+    def _note_entry(self, rank: int) -> None:
+        for worker in self._running.values():
+            if worker.rank == rank and worker.is_entering:
+                worker.is_entering = False
+                self._replacement_delay_s = 0.0
+                self._replaced.append(rank)
+                self._say(
+                    f"coarse run: worker {rank} (pid {worker.process.pid}) takes part in the training\n"
+                )
+
+    def _note_failed_entry(self, worker: _Worker) -> None:
+        """Tries again, after twice the time, when a new worker has ended before it took part."""
+        if worker.was_stopped or self._is_failing or self._interrupted_by is not None or self._has_finished:
+            return
+        self._say(f"coarse run: {worker.exit()}, before it took part in the training\n")
+        self._replacement_delay_s = min(max(_FIRST_DELAY_S, 2 * self._replacement_delay_s), _LONGEST_DELAY_S)
+        self._replace_later(worker.rank)
+
+    def _dismiss_newcomers(self) -> None:
+        """Ends new workers that have not taken part when the others finish: nothing is left for them to do."""
+        entering = [each for each in self._running.values() if each.is_entering and not each.was_stopped]
+        if entering:
+            _stop(entering, signal.SIGTERM)
+            pids = [each.process.pid for each in entering]
+            self._later(TERMINATE_GRACE_S, lambda: self._kill(pids))
+
+    def _kill(self, pids: Sequence[int]) -> None:
+        signal_all([pid for pid in pids if pid in self._running], signal.SIGKILL)
 
     def _follow_last_exit(self) -> None:
         """Runs after the last worker's end: restarts all, or gives remaining child processes time to end."""
@@ -367,7 +471,7 @@ class Supervisor:
     @property
     def _is_to_restart(self) -> bool:
         is_failing = self._is_failing and self._interrupted_by is None
-        return is_failing and self._num_restarts < self._plan.max_restarts
+        return is_failing and self._num_restarts + self._num_replacements < self._plan.max_restarts
 
     def _restart(self) -> None:
         """Restarts all workers after the last one has ended. Kept memory devices survive."""
@@ -379,6 +483,8 @@ class Supervisor:
         sweep(spared=persistent_pids(self._plan.job), reap=self._reap)
         self._is_failing = False
         self._lost = []
+        self._invitation = None
+        self._replacement_delay_s = 0.0
         self._started_s = time.monotonic()
         self._ended = []
         self._has_children = True
@@ -434,6 +540,7 @@ class Supervisor:
         # Without the lost ones the job has ended well, unless another one has failed.
         failure = first_failure(exits if self._is_failing else [each for each in exits if each not in lost])
         failed = [f"worker {each.rank} lost" for each in lost] if not self._is_failing else []
+        failed += [f"worker {rank} replaced" for rank in self._replaced]
         failed += [] if failure is None or failure.was_stopped else [f"worker {failure.rank} failed"]
         if summary := self._notes.summary(self._num_restarts, failed):
             self._plan.tell(JOB, summary)

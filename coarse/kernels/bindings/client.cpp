@@ -63,11 +63,16 @@ void registerClient(py::module_& module) {
   module.attr("MEASURE") = static_cast<int>(kMeasure);
   module.attr("NOBODY") = kNobody;
   module.attr("EVERYBODY") = kEverybody;
+  module.attr("NO_EPOCH") = static_cast<int>(kNoEpoch);
+  module.attr("EPOCHS_BYTES") = sizeof(EpochTable);
   py::class_<Client>(module, "Client")
       .def(py::init([](std::size_t numDevices, int segmentFd, int doorbellsFd, std::vector<int> watchFds,
                        std::uint32_t spinMicroseconds, std::size_t bytesPerRing, bool isEmulated,
-                       std::uint32_t heartbeatMilliseconds, const ProcessMetrics& metrics) {
+                       std::uint32_t heartbeatMilliseconds, const ProcessMetrics& metrics, int epochsFd,
+                       bool isNewcomer) {
              ClientConfig config;
+             config.epochsFd = epochsFd;
+             config.isNewcomer = isNewcomer;
              config.numDevices = numDevices;
              config.watchFds = std::move(watchFds);
              config.spinBudget = std::chrono::microseconds(spinMicroseconds);
@@ -79,7 +84,8 @@ void registerClient(py::module_& module) {
            }),
            py::arg("num_devices"), py::arg("segment_fd"), py::arg("doorbells_fd"), py::arg("watch_fds"),
            py::arg("spin_us"), py::arg("bytes_per_ring"), py::arg("is_emulated") = false,
-           py::arg("heartbeat_ms") = 0, py::arg_v("metrics", ProcessMetrics(), "ProcessMetrics()"))
+           py::arg("heartbeat_ms") = 0, py::arg_v("metrics", ProcessMetrics(), "ProcessMetrics()"),
+           py::arg("epochs_fd") = -1, py::arg("is_newcomer") = false)
       .def("add_group",
            py::overload_cast<GroupPlan, std::size_t, int, const Region&, std::vector<std::uint16_t>>(
                &Client::addGroup),
@@ -127,6 +133,13 @@ void registerClient(py::module_& module) {
       .def("clients_ahead", &Client::clientsAhead, py::arg("group"), py::arg("tensor"))
       .def("all_contributors", &Client::allContributors, py::arg("group"))
       .def("stand_ins", &Client::standIns, py::arg("group"))
+      .def_property_readonly("newest_epoch", &Client::newestEpoch)
+      .def("member_since", &Client::memberSince, py::arg("client"))
+      .def("enter_epoch", &Client::enterEpoch, py::arg("epoch"), py::arg("newcomers"))
+      .def("steps", &Client::steps, py::arg("group"))
+      .def("set_steps", &Client::setSteps, py::arg("group"), py::arg("steps"))
+      .def("are_steps_done", &Client::areStepsDone, py::arg("group"))
+      .def("updates", &Client::updates, py::arg("group"))
       .def(
           "measures",
           [](const Client& client, std::uint32_t group) {

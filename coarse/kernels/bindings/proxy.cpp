@@ -76,7 +76,7 @@ void registerProxy(py::module_& module) {
                        std::size_t numSyncCores, int scheduling, std::vector<std::size_t> localClients,
                        std::uint32_t spinMicroseconds, int doorbellsFd, int eventFd, const RingMemory& rings,
                        const CollectiveMemory& collectives, int exchangeLogsFd, int linkTableFd,
-                       std::size_t node, std::size_t numNodes, const ProcessMetrics& metrics) {
+                       std::size_t node, std::size_t numNodes, const ProcessMetrics& metrics, int epochsFd) {
              ProxyConfig config;
              config.device = device;
              config.numDevices = numDevices;
@@ -90,6 +90,7 @@ void registerProxy(py::module_& module) {
              config.node = node;
              config.numNodes = numNodes;
              config.metrics = metrics;
+             config.epochsFd = epochsFd;
              return std::make_unique<Proxy>(std::move(config), doorbellsFd, eventFd, rings, collectives);
            }),
            py::kw_only(), py::arg("device"), py::arg("num_devices"), py::arg("num_clients"),
@@ -97,7 +98,8 @@ void registerProxy(py::module_& module) {
            py::arg("doorbells_fd"), py::arg("event_fd"), py::arg_v("rings", RingMemory(), "RingMemory()"),
            py::arg_v("collectives", CollectiveMemory(), "CollectiveMemory()"),
            py::arg("exchange_logs_fd") = -1, py::arg("link_table_fd") = -1, py::arg("node") = 0,
-           py::arg("num_nodes") = 1, py::arg_v("metrics", ProcessMetrics(), "ProcessMetrics()"))
+           py::arg("num_nodes") = 1, py::arg_v("metrics", ProcessMetrics(), "ProcessMetrics()"),
+           py::arg("epochs_fd") = -1)
       .def("join_nodes", &Proxy::joinNodes, py::arg("node"), py::arg("ranks"), py::arg("fds"))
       .def("add_client", &Proxy::addClient, py::arg("client"), py::arg("segment_fd"))
       .def("start", &Proxy::start)
@@ -149,6 +151,11 @@ void registerProxy(py::module_& module) {
       .def("client_ended", &Proxy::clientEnded, py::arg("client"))
       .def("stand_in_for", &Proxy::standInFor, py::arg("client"))
       .def("take_drained", &Proxy::takeDrained)
+      .def("admit_newcomer", &Proxy::admitNewcomer, py::arg("client"), py::arg("segment_fd"), ReleaseGil())
+      .def("set_ready", &Proxy::setReady, py::arg("client"), py::arg("is_ready"))
+      .def("member_since", &Proxy::memberSince, py::arg("client"))
+      .def("newcomer_ended", &Proxy::newcomerEnded, py::arg("client"))
+      .def("set_boundary", &Proxy::setBoundary, py::arg("group"))
       .def("worker_left_node", &Proxy::workerLeftNode, py::arg("node"))
       .def("node_ended", &Proxy::nodeEnded, py::arg("node"))
       .def("abort_nodes", &Proxy::abortNodes, py::arg("text"))

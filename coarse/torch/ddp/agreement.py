@@ -56,7 +56,7 @@ def broadcast_text(session: Session, text: str, *, root: int) -> str:
     length = np.array([len(encoded)], np.int64)
     session.broadcast(length, root=root)
     payload = np.zeros(int(length[0]), np.uint8)
-    if session.identity.rank == root:
+    if session.identity.rank == root or session.is_newcomer:
         payload[:] = np.frombuffer(encoded, np.uint8)
     if payload.size:
         session.broadcast(payload, root=root)

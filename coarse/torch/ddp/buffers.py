@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
@@ -52,7 +52,7 @@ def _broadcast_batch(session: Session, tensors: list[torch.Tensor], root: int) -
     staging = torch.empty(packing.num_bytes, dtype=torch.uint8, device="cpu")
     with torch.no_grad():
         views = packing.views(staging)
-        if session.identity.rank == root:
+        if session.identity.rank == root or session.is_newcomer:  # a newcomer keeps its own
             copy_all(views, tensors)
         session.broadcast(staging.numpy(), root=root)
         if session.identity.rank != root:
@@ -73,6 +73,7 @@ class BufferBroadcast:
     def __init__(self, session: Session, name: str, buffers: Sequence[torch.Tensor]) -> None:
         self._rank = session.identity.rank
         self._num_workers = session.identity.world_size
+        self._entering: frozenset[int] = frozenset()
         self._lost: set[int] = set()
         self._packing = Packing(buffers)
         spec = TensorSpec(name="buffers", dtype="uint8", num_elements=self._packing.num_bytes, op="sum")
@@ -99,8 +100,20 @@ class BufferBroadcast:
             if each in self._lost:
                 continue
             if self._copy_from(each, buffers):
-                return
+                break
             self._lost.add(each)  # all workers have seen that it contributed nothing
+        self._lost -= self._entering  # from now on they have buffers
+        self._entering = frozenset()
+
+    def note_members(self, members: Collection[int], entered: frozenset[int]) -> None:
+        """Notes newcomers: the others provide their first buffers. Every worker calls it before the same run().
+
+        Args:
+            members: Ranks of all members.
+            entered: Those that are new.
+        """
+        self._lost = set(range(self._num_workers)) - set(members) | entered
+        self._entering = entered
 
     def _copy_from(self, root: int, buffers: Sequence[torch.Tensor]) -> bool:
         """Overwrites buffers with those of worker `root`; returns False if it is lost."""

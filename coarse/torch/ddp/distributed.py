@@ -32,6 +32,7 @@ from coarse.torch.ddp.options import (
     find_devices,
     trainable_parameters,
 )
+from coarse.torch.ddp.replacement import check_all_updates, check_replaceable
 from coarse.torch.ddp.state_dict import with_wrapper_prefix
 from coarse.torch.ddp.uneven_inputs import UnevenInputsHook, check_joinable
 from coarse.torch.ddp.unsupported import UnsupportedFeatures
@@ -249,12 +250,14 @@ class DistributedDataParallel(UnsupportedFeatures):
         self._may_run_out = False  # whether some workers may run out of inputs before others
         self._suspended: list[DeviceOptimizer] = []
         self._awaits_values = False
+        self._last_update = -1  # before which this model has begun a step
 
     def _register(self, *, init_sync: bool, broadcast_buffers: bool) -> None:
         shared = session_of_group(self.process_group)
         self._session = shared.session
         record_optimizer_steps(metrics_of_default_group)
         name = shared.next_model_name()
+        check_replaceable(self._session.settings, num_models=shared.num_models, has_tables=bool(self.tables))
         check_tables(self._session, self._trainable, self.tables)
         if init_sync:
             check_same_tensors(self._session, [describe(n, t) for n, t in self._named_states(buffers=True)])
@@ -275,6 +278,8 @@ class DistributedDataParallel(UnsupportedFeatures):
         others = [] if self._buffers_broadcast is None else [self._buffers_broadcast.group]
         # Holds no reference to this wrapper. The session ends at exit, with all its groups.
         weakref.finalize(self, _drop, self._gradients, others, shared.dropped).atexit = False
+        if self._session.is_newcomer:
+            self._session.on_entry(weakly(self._catch_up))
         self._watch_saves()
 
     def _averaging_options(self) -> AveragingOptions:
@@ -469,6 +474,7 @@ class DistributedDataParallel(UnsupportedFeatures):
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
             self.ensure_registered()
             self.average_thawed()
+            self._begin_step()
         if self._gradients is not None:
             self._gradients.check()
             if torch.is_grad_enabled():
@@ -489,6 +495,34 @@ class DistributedDataParallel(UnsupportedFeatures):
         device = torch.device(self.device_type, self.device_ids[0])
         moved, moved_kwargs = _to_kwargs(inputs, kwargs, device, self.use_side_stream_for_tensor_copies)
         return moved[0], moved_kwargs[0]
+
+    def _begin_step(self) -> None:
+        """Lets newcomers take part from now on, if they may and the last step is complete: it has updated."""
+        if self._gradients is None or not self._session.settings.replaces_workers:
+            return
+        check_all_updates(self._gradients)
+        self._session.join_training()
+        (part,) = self._gradients.offloaded
+        if part.updates.count == self._last_update:
+            return
+        self._last_update = part.updates.count
+        entered = self._session.begin_step()
+        if entered:
+            self._provide_rest(entered)
+
+    def _provide_rest(self, entered: frozenset[int]) -> None:
+        """Gives newcomers the frozen parameters, and the buffers in this forward. Collective."""
+        frozen = [each for each in self._module_parameters if not each.requires_grad]
+        if frozen:
+            broadcast_tensors(self._session, frozen, root=min({*self._session.members} - entered))
+        if self._buffers_broadcast is not None:
+            self._buffers_broadcast.note_members(self._session.members, entered)
+
+    def _catch_up(self) -> None:
+        """Takes over the parameters of the members, which this newcomer shares, as they are now."""
+        if self._gradients is not None:
+            for part in self._gradients.offloaded:
+                part.catch_up()
 
     def average_thawed(self) -> None:
         """Registers the gradients of thawed layers, which were frozen before. Collective if any layer was thawed.
@@ -566,7 +600,7 @@ class DistributedDataParallel(UnsupportedFeatures):
     def broadcast_module_buffers(self, root: int) -> None:
         """Overwrites the buffers of all workers with those of worker `root`. Collective."""
         self._assign_buffers()
-        if self._buffers_broadcast is not None:
+        if self._buffers_broadcast is not None and not self._session.is_newcomer:
             self._buffers_broadcast.run(self.modules_buffers, root=root)
 
     def _assign_buffers(self) -> None:

@@ -56,6 +56,10 @@ class OffloadedPart:
     owner: Callable[[], DeviceOptimizer | None]
     cached: CachedParameters | None = None
 
+    def catch_up(self) -> None:
+        """Continues from the updates that other workers have made before this one took part."""
+        self.updates.count = self.offloaded.catch_up()
+
     @property
     def named(self) -> NamedParameters:
         """The parameters with their names, in the order of the module."""

@@ -120,7 +120,8 @@ class RemoteOptimizers:
 
     def _is_first(self) -> bool:
         """Whether this worker is the first one of its node that is not lost: it provides the node's values."""
-        return self._session.identity.rank == min({*self._session.node_workers} & {*self._session.members})
+        members = {*self._session.node_workers} & {*self._session.members}
+        return not self._session.is_newcomer and self._session.identity.rank == min(members)
 
     def offload(
         self,
@@ -217,7 +218,8 @@ class RemoteOptimizers:
         self._move_values(offloaded, gradients)
         offloaded.take_over()
         if self._session.settings.least_workers:
-            self._check_values_came()
+            if not self._session.is_newcomer:
+                self._check_values_came()
             offloaded.writes = True  # all write the same values later, because any worker may be lost
         updates = gradients.update(
             offloaded,

@@ -115,6 +115,14 @@ class RemoteParameters:
         self._are_states_zero = False
         self._optimizer.state.clear()
 
+    def catch_up(self) -> int:
+        """Uses parameters and states as other workers' updates have left them; returns the last update's number."""
+        step, num_updates = self._group.updates()
+        self._num_updates[:] = num_updates
+        self._are_states_zero = False
+        self.see_shared()
+        return step
+
     def cache(self, *, staleness: int) -> CachedParameters:
         """Makes every parameter a copy that may be `staleness` updates old; an alternative to share()."""
         self._take_own_memory()

@@ -52,12 +52,16 @@ Client::Client(ClientConfig config, int segmentFd, int doorbellsFd, std::functio
       doorbellMapping_(mapSealed(doorbellsFd, config_.numDevices * sizeof(Doorbell),
                                  Mapping::Access::kReadWrite, "doorbells")),
       doorbells_(reinterpret_cast<Doorbell*>(doorbellMapping_.data())),
+      epoch_(config_.isNewcomer ? kNoEpoch : std::uint8_t{0}),
       heartbeats_(doorbells_, config_.numDevices, config_.heartbeatLimit),
       interrupt_(std::move(interrupt)),
       heldBackBytes_(config_.numDevices, 0),
       pid_(::getpid()) {
   for (std::size_t device = 0; device < config_.numDevices; ++device)
     producers_.emplace_back(segment_.queue(device));
+  if (config_.epochsFd < 0) return;
+  epochsMapping_ = mapSealed(config_.epochsFd, sizeof(EpochTable), Mapping::Access::kReadOnly, "epochs");
+  epochs_ = reinterpret_cast<const EpochTable*>(epochsMapping_.data());
 }
 
 std::shared_ptr<Mapping> Client::addGroup(GroupPlan plan, std::size_t client, int controlFd,
@@ -90,6 +94,7 @@ void Client::addGroup(GroupPlan plan, std::size_t client, int controlFd, std::sh
   group->routes = std::move(routes);
   group->directAllReduceFlags.assign(plan.shards.size(), 0);
   group->relays.assign(plan.shards.size(), 0);
+  group->joinedAfter.assign(plan.numClients, 0);
   group->plan = std::move(plan);
   const std::uint32_t id = group->plan.id;
   const std::lock_guard lock(groupsMutex_);
@@ -253,6 +258,7 @@ WaitStatus Client::postShard(const Group& group, std::uint32_t shard, std::uint3
   descriptor.step = step;
   descriptor.flags = static_cast<std::uint8_t>(flags | group.directAllReduceFlags[shard]);
   descriptor.op = group.relays[shard];
+  descriptor.slotOwner = ownEpoch();
   const std::size_t numBytes = bytesOf(group.plan.shards[shard]);
   countPush(group, shard, descriptor.flags, numBytes);
   return postDescriptor(group.routes[shard], descriptor, numBytes, health);
@@ -361,24 +367,33 @@ WaitStatus Client::pullAll(std::uint32_t groupId, double timeoutSeconds) {
 
 /// Copies results of these shards to this client's view; shards without a contribution stay unchanged.
 void Client::fetchShards(Group& group, std::uint32_t first, std::uint32_t last) {
-  if (group.control.contributors(first).load(std::memory_order_relaxed) == 0) return;
   const std::lock_guard lock(group.copiesMutex);
-  const std::uint64_t offset = group.plan.shards[first].offset;
-  group.copies->fetch(offset, endOf(group.plan.shards[last - 1]) - offset);
+  beginFetch(group, first, last);
   group.copies->synchronize();
 }
 
 void Client::fetchPending(Group& group) {
   const std::lock_guard lock(group.copiesMutex);
   for (const ClientTensor& tensor : group.tensors) {
-    if (!tensor.isPending ||
-        group.control.contributors(tensor.firstShard).load(std::memory_order_relaxed) == 0)
-      continue;
-    const std::uint64_t offset = group.plan.shards[tensor.firstShard].offset;
-    const Shard& last = group.plan.shards[tensor.firstShard + tensor.numShards - 1];
-    group.copies->fetch(offset, endOf(last) - offset);
+    if (tensor.isPending) beginFetch(group, tensor.firstShard, tensor.firstShard + tensor.numShards);
   }
   group.copies->synchronize();
+}
+
+/// Begins a copy for each run of shards with contributions. @pre copiesMutex is locked.
+void Client::beginFetch(const Group& group, std::uint32_t first, std::uint32_t last) {
+  const auto isEmpty = [&](std::uint32_t shard) {
+    return group.control.contributors(shard).load(std::memory_order_relaxed) == 0;
+  };
+  while (first < last) {
+    std::uint32_t end = first;
+    while (end < last && !isEmpty(end)) ++end;
+    if (end > first) {
+      const std::uint64_t offset = group.plan.shards[first].offset;
+      group.copies->fetch(offset, endOf(group.plan.shards[end - 1]) - offset);
+    }
+    first = end + 1;
+  }
 }
 
 bool Client::isShardDone(const Group& group, std::uint32_t shard) noexcept {
@@ -388,7 +403,16 @@ bool Client::isShardDone(const Group& group, std::uint32_t shard) noexcept {
 
 std::uint32_t Client::contributors(std::uint32_t groupId, std::uint32_t tensor) const {
   const Group& group = find(groupId);
-  return group.control.contributors(group.tensors.at(tensor).firstShard).load(std::memory_order_relaxed);
+  return contributorsOf(group, group.tensors.at(tensor));
+}
+
+/// The fewest of any shard: a client that was lost may have contributed to some shards only.
+std::uint32_t Client::contributorsOf(const Group& group, const ClientTensor& tensor) noexcept {
+  std::uint32_t fewest = group.control.contributors(tensor.firstShard).load(std::memory_order_relaxed);
+  for (std::uint32_t i = 1; i < tensor.numShards; ++i)
+    fewest =
+        std::min(fewest, group.control.contributors(tensor.firstShard + i).load(std::memory_order_relaxed));
+  return fewest;
 }
 
 std::vector<std::size_t> Client::missingClients(std::uint32_t groupId, std::uint32_t tensorIndex) const {
@@ -424,18 +448,72 @@ std::vector<std::size_t> Client::standIns(std::uint32_t groupId) const {
     // Another client may have pushed the next step, from which memory devices may stand in, too.
     const std::uint32_t first =
         __atomic_load_n(&group.control.contribution(0, client).numElements, __ATOMIC_RELAXED);
-    if (first != 0 && first <= step) clients.push_back(client);
+    const std::uint32_t last = group.control.contribution(0, client).step.load(std::memory_order_acquire);
+    if (first != 0 && first <= step && last > group.joinedAfter[client]) clients.push_back(client);
   }
   return clients;
+}
+
+std::uint8_t Client::ownEpoch() const {
+  const std::uint8_t epoch = epoch_.load(std::memory_order_relaxed);
+  if (epoch == kNoEpoch)
+    throw std::logic_error("this worker takes part in the training only from its first forward on");
+  return epoch;
+}
+
+std::uint32_t Client::newestEpoch() const noexcept {
+  return epochs_ == nullptr ? 0 : epochs_->newest.load(std::memory_order_acquire);
+}
+
+std::uint8_t Client::memberSince(std::size_t client) const noexcept {
+  return epochs_ == nullptr ? 0 : epochs_->memberSince[client].load(std::memory_order_acquire);
+}
+
+void Client::enterEpoch(std::uint8_t epoch, const std::vector<std::size_t>& newcomers) {
+  const std::lock_guard lock(groupsMutex_);
+  for (auto& [id, group] : groups_) {
+    const std::uint32_t step = group->tensors[group->plan.shards[0].tensor].step;
+    for (const std::size_t client : newcomers) group->joinedAfter.at(client) = step;
+  }
+  epoch_.store(epoch, std::memory_order_relaxed);
+}
+
+std::vector<std::uint32_t> Client::steps(std::uint32_t groupId) const {
+  std::vector<std::uint32_t> steps;
+  for (const ClientTensor& tensor : find(groupId).tensors) steps.push_back(tensor.step);
+  return steps;
+}
+
+void Client::setSteps(std::uint32_t groupId, const std::vector<std::uint32_t>& steps) {
+  Group& group = find(groupId);
+  if (steps.size() != group.tensors.size()) throw std::invalid_argument("every tensor needs its step");
+  for (std::size_t i = 0; i < steps.size(); ++i) group.tensors[i].step = steps[i];
+}
+
+bool Client::areStepsDone(std::uint32_t groupId) const {
+  const Group& group = find(groupId);
+  for (std::uint32_t shard = 0; shard < group.plan.shards.size(); ++shard) {
+    if (!isShardDone(group, shard)) return false;
+  }
+  return true;
+}
+
+std::pair<std::uint32_t, std::vector<std::uint32_t>> Client::updates(std::uint32_t groupId) const {
+  const Group& group = find(groupId);
+  std::pair<std::uint32_t, std::vector<std::uint32_t>> updates;
+  for (const ClientTensor& tensor : group.tensors) {
+    const UpdateRecord& record = group.control.update(tensor.firstShard);
+    updates.first = std::max(updates.first, record.step.load(std::memory_order_acquire));
+    updates.second.push_back(record.updateNumber.load(std::memory_order_relaxed));
+  }
+  return updates;
 }
 
 std::vector<std::uint32_t> Client::allContributors(std::uint32_t groupId) const {
   const Group& group = find(groupId);
   std::vector<std::uint32_t> contributors;
   contributors.reserve(group.tensors.size());
-  for (const ClientTensor& tensor : group.tensors) {
-    contributors.push_back(group.control.contributors(tensor.firstShard).load(std::memory_order_relaxed));
-  }
+  for (const ClientTensor& tensor : group.tensors) contributors.push_back(contributorsOf(group, tensor));
   return contributors;
 }
 

@@ -56,6 +56,7 @@ WaitStatus Client::contribute(Group& group, const BufferPieces& pieces, std::siz
     descriptor.flags = pieces.flags;
     descriptor.dtype = static_cast<std::uint8_t>(pieces.dtype);
     descriptor.op = static_cast<std::uint8_t>(pieces.op);
+    descriptor.slotOwner = ownEpoch();
     const std::lock_guard lock(postMutex_);
     countPush(group, shard, descriptor.flags, numBytes);
     const WaitStatus status = postDescriptor(group.routes[shard], descriptor, numBytes);

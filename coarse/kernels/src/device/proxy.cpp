@@ -15,6 +15,8 @@
 namespace coarse {
 namespace {
 
+static_assert(kMostPlaces == kMostClients);
+
 constexpr std::size_t kMostDevices = 256;  // a contribution stores its device in one byte
 constexpr std::size_t kCopiedTogetherBytes = std::size_t{16} << 20;  // to a replica, on a GPU
 
@@ -78,11 +80,16 @@ Proxy::Proxy(ProxyConfig config, int doorbellsFd, int eventFd, const RingMemory&
           intakeConfig(config_), links_, [this](std::uint32_t group) { return groups_.find(group); },
           [this](std::size_t client, const Descriptor& descriptor) { return accept(client, descriptor); }),
       lostClients_(config_.numClients),
+      isReady_(config_.numClients),
       eventFd_(eventFd) {
   config_.validate();
   constexpr auto kWritable = Mapping::Access::kReadWrite;
   doorbellMapping_ = mapSealed(doorbellsFd, config_.numDevices * sizeof(Doorbell), kWritable, "doorbells");
   doorbells_ = reinterpret_cast<Doorbell*>(doorbellMapping_.data());
+  if (config_.epochsFd >= 0) {
+    epochsMapping_ = mapSealed(config_.epochsFd, sizeof(EpochTable), kWritable, "epochs");
+    epochs_ = reinterpret_cast<EpochTable*>(epochsMapping_.data());
+  }
   openRings(rings, collectives);
   openLinks();
   SyncCoresConfig cores;
@@ -366,6 +373,7 @@ void Proxy::clientLeft(std::size_t client) {
 }
 
 void Proxy::clientEnded(std::size_t client) {
+  setReady(client, false);
   lostClients_.noteEnd(client);
   doorbells_[config_.device].ring();
 }
@@ -373,6 +381,26 @@ void Proxy::clientEnded(std::size_t client) {
 void Proxy::standInFor(std::size_t client) {
   lostClients_.noteAllDrained(client);
   doorbells_[config_.device].ring();
+}
+
+void Proxy::admitNewcomer(std::size_t client, int segmentFd) {
+  // All devices store this before the first of them can know that all have admitted the newcomer.
+  epochs_->memberSince[client].store(kNoEpoch, std::memory_order_release);
+  syncCores_->whilePaused([&] {
+    serveLostClients();  // for the former client of the place, if that is still to be done
+    intake_.addClient(client, segmentFd);
+    lostClients_.admit(client);
+    for (TensorGroup* group : groups_.all()) group->remember(client);
+  });
+}
+
+std::uint8_t Proxy::memberSince(std::size_t client) const noexcept {
+  return epochs_ == nullptr ? 0 : epochs_->memberSince[client].load(std::memory_order_acquire);
+}
+
+void Proxy::newcomerEnded(std::size_t client) {
+  setReady(client, false);
+  standInFor(client);
 }
 
 std::vector<std::size_t> Proxy::takeDrained() {
@@ -472,6 +500,11 @@ bool Proxy::accept(std::size_t client, const Descriptor& descriptor) {
     prober_->serve(*group, client, descriptor);
     return false;
   }
+  if (memberSince(client) > descriptor.slotOwner) {
+    evict(client,
+          "a contribution to epoch " + std::to_string(descriptor.slotOwner) + ", of which it is no member");
+    return false;
+  }
   if (!group->control().claim(descriptor.shard, client, descriptor.step)) {
     evict(client, "step " + std::to_string(descriptor.step) + " of shard " +
                       std::to_string(descriptor.shard) + ", which another memory device has taken");
@@ -480,8 +513,7 @@ bool Proxy::accept(std::size_t client, const Descriptor& descriptor) {
   // Read before this arrival: a worker of another node that leaves later may already have its results.
   const bool lacksNodes = !isUpdateByMean(descriptor.flags) && hasLeftElsewhere_.load();
   record(*group, client, descriptor);
-  if (!lostClients_.absent().empty() && !lostClients_.hasEnded(client))
-    standIn(*group, descriptor.shard, client);
+  if (lostClients_.mayLackAny() && !lostClients_.hasEnded(client)) standInForAll(*group, client, descriptor);
   // seq_cst pairs with clientLeft(): either it sees this arrival, or we see that a client left.
   const bool lacksClients = numLeft_.load(std::memory_order_seq_cst) > 0 && !lostClients_.hasEnded(client);
   if (lacksNodes || lacksClients) report(static_cast<int>(client), "");
@@ -525,10 +557,16 @@ bool Proxy::serveLostClients() {
     notify();
   }
   lostClients_.beginToStandIn();
+  for (TensorGroup* group : groups_.all()) group->forget(lostClients_.absent());
   // Shards to which others contribute later are found by accept(), on this thread too.
   for (TensorGroup* group : groups_.all()) {
     for (std::uint32_t shard = 0; shard < group->plan().shards.size(); ++shard) {
-      if (const auto client = waitingClient(*group, shard)) standIn(*group, shard, *client);
+      const auto client = waitingClient(*group, shard);
+      if (!client) continue;
+      Descriptor waiting;
+      waiting.shard = shard;
+      waiting.step = group->control().contribution(shard, *client).step.load(std::memory_order_acquire);
+      for (const std::size_t absent : lostClients_.absent()) standIn(*group, waiting, *client, absent);
     }
   }
   return true;
@@ -547,27 +585,48 @@ std::optional<std::size_t> Proxy::waitingClient(const TensorGroup& group,
   return std::nullopt;
 }
 
-/// Contributes nothing for each absent client that has not contributed to the step of `contributor`.
-void Proxy::standIn(TensorGroup& group, std::uint32_t shard, std::size_t contributor) {
-  const Contribution& given = group.control().contribution(shard, contributor);
-  const std::uint32_t step = given.step.load(std::memory_order_acquire);
-  for (const std::size_t client : lostClients_.absent()) {
-    // Another device may stand in, too, or has taken the contribution.
-    if (!group.control().claim(shard, client, step)) continue;
-    Descriptor absence;
-    absence.group = group.plan().id;
-    absence.shard = shard;
-    absence.step = step;
-    // Contribution::numElements: the last step's stand-in, if there was one, has the first one's step.
-    const std::uint32_t first = group.control().contribution(shard, client).numElements;
-    absence.numElements = group.plan().shards[shard].isDynamic ? given.numElements
-                          : first == 0                         ? step
-                                                               : first;
-    absence.flags = static_cast<std::uint8_t>((given.flags & ~kPresent) | kJoined);
-    absence.dtype = given.dtype;
-    absence.op = given.op;
-    record(group, client, absence);
+/// Stands in where `client` has contributed: for all who are absent, and for newcomers that are no members in
+/// its epoch.
+void Proxy::standInForAll(TensorGroup& group, std::size_t client, const Descriptor& descriptor) {
+  for (const std::size_t absent : lostClients_.absent()) standIn(group, descriptor, client, absent);
+  for (const std::size_t newcomer : lostClients_.newcomers()) {
+    if (memberSince(newcomer) > descriptor.slotOwner) standIn(group, descriptor, client, newcomer);
   }
+}
+
+/// Contributes nothing for `absent` where `contributor` has contributed, unless `absent` has contributed,
+/// too.
+void Proxy::standIn(TensorGroup& group, const Descriptor& contributed, std::size_t contributor,
+                    std::size_t absent) {
+  const std::uint32_t shard = contributed.shard, step = contributed.step;
+  const Contribution& given = group.control().contribution(shard, contributor);
+  // Another device may stand in, too, or has taken the contribution.
+  if (!group.control().claim(shard, absent, step)) return;
+  Descriptor absence;
+  absence.group = group.plan().id;
+  absence.shard = shard;
+  absence.step = step;
+  // Contribution::numElements: the last step's stand-in, if there was one, has the first one's step.
+  const std::uint32_t first = group.control().contribution(shard, absent).numElements;
+  absence.numElements = group.plan().shards[shard].isDynamic ? given.numElements : first == 0 ? step : first;
+  absence.flags = static_cast<std::uint8_t>((given.flags & ~kPresent) | kJoined);
+  absence.dtype = given.dtype;
+  absence.op = given.op;
+  record(group, absent, absence);
+}
+
+/// Makes all newcomers that are ready members of the next epoch, if there are any.
+void Proxy::beginEpoch() noexcept {
+  const std::uint32_t next = epochs_->newest.load(std::memory_order_relaxed) + 1;
+  if (next >= kNoEpoch) return;
+  bool hasAny = false;
+  for (std::size_t client = 0; client < config_.numClients; ++client) {
+    if (!isReady_[client].load() || memberSince(client) != kNoEpoch) continue;
+    epochs_->memberSince[client].store(static_cast<std::uint8_t>(next), std::memory_order_release);
+    hasAny = true;
+  }
+  // release: a client that reads the number sees the members. Flags of this shard are written afterwards.
+  if (hasAny) epochs_->newest.store(next, std::memory_order_release);
 }
 
 // ---- reduction ----

@@ -92,6 +92,7 @@ void Proxy::complete(TensorGroup& group, const RingEntry& entry) {
     report(-1, std::move(difference));
     return;
   }
+  if (epochs_ != nullptr && group.plan().id == boundary_.load(std::memory_order_relaxed)) beginEpoch();
   const CompleteShard shard(*this, group, entry.shard, numPresent);
   for (const SyncMethod& method : kSyncMethods) {
     if ((shard.*method.applies)()) return (this->*method.begin)(group, entry);
@@ -178,7 +179,15 @@ void Proxy::letPull(TensorGroup& group, const RingEntry& entry, const ShardShape
 
 void Proxy::finishShard(TensorGroup& group, const RingEntry& entry, std::size_t client) noexcept {
   // release: the result is visible before the flag.
-  group.control().done(client, entry.shard).store(entry.step, std::memory_order_release);
+  std::atomic<std::uint32_t>& done = group.control().done(client, entry.shard);
+  if (epochs_ == nullptr) {
+    done.store(entry.step, std::memory_order_release);
+  } else {
+    // Nobody waits in a vacant place, so that another device may have completed a later step there.
+    std::uint32_t seen = done.load(std::memory_order_relaxed);
+    while (seen < entry.step && !done.compare_exchange_weak(seen, entry.step, std::memory_order_release)) {
+    }
+  }
   intake_.inbox(client).completeOne();
   if (config_.scheduling != Scheduling::kFcfs) return;
   // A device that takes shards one by one may wait for this shard.

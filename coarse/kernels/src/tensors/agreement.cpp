@@ -80,12 +80,12 @@ std::string firstDifference(const UpdateSettings& one, const UpdateSettings& oth
 std::string updateDisagreement(const TensorGroup& group, std::uint32_t shard, const std::vector<int>& ranks) {
   constexpr std::uint8_t kKindOfUpdate = kUpdate | kReduced | kMeasure;
   constexpr std::size_t kComparedBytes = offsetof(UpdateSettings, hasGradient);
-  const std::size_t first = group.firstClient();
+  const std::size_t first = group.firstClient(shard);
   const std::uint8_t expectedKind = group.control().contribution(shard, first).flags & kKindOfUpdate;
   const UpdateSettings expected = group.settings(shard, first);
   const auto tensor = [&] { return group.describeTensor(shard) + ": "; };
   for (std::size_t client = first + 1; client < group.plan().numClients; ++client) {
-    if (group.isLost(client)) continue;
+    if (group.isAbsent(shard, client)) continue;
     const auto whom = [&] {
       return tensor() + "workers " + nameOf(first, ranks) + " and " + nameOf(client, ranks) + " ";
     };

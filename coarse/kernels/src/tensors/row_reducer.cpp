@@ -141,7 +141,7 @@ void reduceRows(TensorGroup& group, std::uint32_t shardIndex, GradientMeasure* m
   std::array<RowList, kMostClients> results;
   std::size_t numResults = 0;
   for (std::size_t client = 0; client < group.plan().numClients; ++client) {
-    if (!group.isLost(client)) results[numResults++] = group.rows(client, table).mean();
+    if (!group.isAbsent(shardIndex, client)) results[numResults++] = group.rows(client, table).mean();
   }
   // Other threads reduce other shards of the table at the same time.
   std::uint64_t place = countRows(all, {0, range.begin});

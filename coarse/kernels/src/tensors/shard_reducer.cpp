@@ -48,7 +48,7 @@ Contributions::Contributions(const TensorGroup& group, std::uint32_t shardIndex,
   const std::size_t offset = firstElement == 0 ? 0 : firstElement * itemBytes(group.shape(shardIndex).dtype);
   for (std::size_t client = 0; client < group.plan().numClients; ++client) {
     void* const slot = group.slot(client, shard) + offset;
-    if (!group.isLost(client)) slots[numSlots++] = slot;
+    if (!group.isAbsent(shardIndex, client)) slots[numSlots++] = slot;
     if (!group.isPresent(shardIndex, client)) continue;
     clients[numInputs] = client;
     inputs[numInputs++] = slot;

@@ -198,9 +198,25 @@ std::size_t TensorGroup::partBytes(std::uint32_t shardIndex) const noexcept {
 
 void TensorGroup::forget(const std::vector<std::size_t>& lostClients) {
   for (const std::size_t client : lostClients) isLost_[client].store(true, std::memory_order_release);
-  std::size_t first = firstClient();
+  noteFirstClient();
+}
+
+void TensorGroup::remember(std::size_t client) {
+  isLost_[client].store(false, std::memory_order_release);
+  noteFirstClient();
+}
+
+void TensorGroup::noteFirstClient() noexcept {
+  std::size_t first = 0;
   while (first < plan_.numClients && isLost(first)) ++first;
   firstClient_.store(first, std::memory_order_release);
+}
+
+std::size_t TensorGroup::firstClient(std::uint32_t shard) const noexcept {
+  for (std::size_t client = firstClient(); client < plan_.numClients; ++client) {
+    if (!isAbsent(shard, client)) return client;
+  }
+  return 0;
 }
 
 void TensorGroup::moveToReplica() {

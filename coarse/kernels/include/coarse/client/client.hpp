@@ -71,6 +71,8 @@ struct ClientConfig {
       false;  // descriptors carry the time at which they were posted, from which emulated links count
   std::chrono::milliseconds heartbeatLimit{0};  // of HeartbeatWatch
   ProcessMetrics metrics;
+  int epochsFd = -1;        // a read-only EpochTable; the caller closes it. Without one there is one epoch
+  bool isNewcomer = false;  // the client may push nothing before enterEpoch()
 };
 
 /// A worker's end of the data path: copies tensors into its slots, notifies memory devices, waits for
@@ -142,7 +144,7 @@ class Client {
   WaitStatus pull(std::uint32_t group, std::uint32_t tensor, void* destination, double timeoutSeconds);
   /// Waits for everything that was pushed to `group` and not pulled.
   WaitStatus pullAll(std::uint32_t group, double timeoutSeconds);
-  /// How many clients contributed to the tensor's last result.
+  /// How many clients contributed to the tensor's last result; if they differ between its shards, the fewest.
   std::uint32_t contributors(std::uint32_t group, std::uint32_t tensor) const;
   /// The clients that have not contributed to the first incomplete shard of `tensor`.
   std::vector<std::size_t> missingClients(std::uint32_t group, std::uint32_t tensor) const;
@@ -152,6 +154,23 @@ class Client {
   /// The clients that were lost before they contributed to the first tensor, which was pulled and is not
   /// dynamic: a memory device stood in for them. All clients get the same answer for the same step.
   std::vector<std::size_t> standIns(std::uint32_t group) const;
+  /// The number of the newest epoch. It changes only after all members have pushed the boundary of the last
+  /// one.
+  std::uint32_t newestEpoch() const noexcept;
+  /// The first epoch in which the worker of this place contributes; kNoEpoch if it is no member yet.
+  std::uint8_t memberSince(std::size_t client) const noexcept;
+  /// From its next push on, this client contributes in `epoch`, together with these clients that are new
+  /// there. All members call it between the same two pushes. @pre nothing is pushed meanwhile.
+  void enterEpoch(std::uint8_t epoch, const std::vector<std::size_t>& newcomers);
+  /// The step of the last push of each tensor of a group.
+  std::vector<std::uint32_t> steps(std::uint32_t group) const;
+  /// Goes on from the steps of another client. @throws std::invalid_argument unless each tensor has one.
+  void setSteps(std::uint32_t group, const std::vector<std::uint32_t>& steps);
+  /// Whether all of these steps are complete, so that no memory device writes to this client's slots any
+  /// more.
+  bool areStepsDone(std::uint32_t group) const;
+  /// The optimizer's last step, and the number of each tensor's last update. @pre no update is in progress.
+  std::pair<std::uint32_t, std::vector<std::uint32_t>> updates(std::uint32_t group) const;
   /// For each tensor whose last result was measured and pulled: the sum of its shards' squares in shard
   /// order, and the first shard's client that had NaN or Inf.
   std::vector<GradientMeasure> measures(std::uint32_t group) const;
@@ -209,6 +228,7 @@ class Client {
     std::vector<ClientTensor> tensors;
     std::uint64_t numBytes = 0;                 // of its shards
     std::atomic<std::int64_t> firstPushed{-1};  // the tensor whose pushes begin steps; -1 before the first
+    std::vector<std::uint32_t> joinedAfter;     // for each client, the first tensor's last step without it
     MonotonicNs stepBegan = 0;                  // used by that tensor's pushes; 0 before the first
   };
 
@@ -268,18 +288,25 @@ class Client {
   static void bringTensor(Group& group, const ClientTensor& tensor, const void* source);
   static void fetchShards(Group& group, std::uint32_t first, std::uint32_t last);
   static void fetchPending(Group& group);
+  static void beginFetch(const Group& group, std::uint32_t first, std::uint32_t last);
+  static std::uint32_t contributorsOf(const Group& group, const ClientTensor& tensor) noexcept;
   static void copyOut(const Group& group, std::uint32_t first, std::uint32_t last, const ClientTensor& tensor,
                       std::byte* destination) noexcept;
   template <typename IsDone>
   WaitStatus wait(IsDone isDone, std::uint32_t wakeAt, WaitCause cause, double timeoutSeconds);
   WaitStatus health();
   bool isForked() const noexcept;
+  /// @throws std::logic_error if this client is no member yet.
+  std::uint8_t ownEpoch() const;
 
   ClientConfig config_;
   Mapping segmentMapping_;
   ClientSegment segment_;
   Mapping doorbellMapping_;
   Doorbell* doorbells_;
+  Mapping epochsMapping_;
+  const EpochTable* epochs_ = nullptr;
+  std::atomic<std::uint8_t> epoch_;  // of this client's pushes
   HeartbeatWatch heartbeats_;
   std::function<void()> interrupt_;
   double warnAfterSeconds_ = 0;

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -7,11 +8,12 @@
 
 namespace coarse {
 
-/// What one memory device knows of the clients that were lost while the others go on
-/// (docs/design/membership.md). A client passes through the states in their order.
+/// What one memory device knows of the clients that were lost while the others go on, and of the newcomers in
+/// their places (docs/design/membership.md). A client passes through the states in their order; a newcomer
+/// begins anew.
 ///
-/// Thread safety: the control thread calls noteEnd() and noteAllDrained(), core 0 all functions that are not
-/// const; any thread the const ones.
+/// Thread safety: the control thread calls noteEnd() and noteAllDrained(), and admit() while core 0 is
+/// parked; core 0 calls all other functions that are not const; any thread the const ones.
 class LostClients {
  public:
   explicit LostClients(std::size_t numClients) : states_(numClients) {}
@@ -22,6 +24,13 @@ class LostClients {
   void noteAllDrained(std::size_t client) noexcept { advance(client, kAbsent); }
   /// This device has taken the client's last descriptor.
   void noteDrained(std::size_t client) noexcept { states_[client].store(kDrained); }
+  /// A newcomer has the place of a lost client.
+  void admit(std::size_t client) {
+    states_[client].store(kMember, std::memory_order_release);
+    absent_.erase(std::remove(absent_.begin(), absent_.end(), client), absent_.end());
+    if (std::find(newcomers_.begin(), newcomers_.end(), client) == newcomers_.end())
+      newcomers_.push_back(client);
+  }
 
   /// Whether the control thread has noted anything since the last call.
   bool takeNews() noexcept {
@@ -31,6 +40,10 @@ class LostClients {
   void beginToStandIn() { absent_ = clientsIn(kAbsent, kAbsent); }
   /// The clients for which this device stands in. For core 0.
   const std::vector<std::size_t>& absent() const noexcept { return absent_; }
+  /// Newcomers, for which this device stands in until they are members. For core 0.
+  const std::vector<std::size_t>& newcomers() const noexcept { return newcomers_; }
+  /// Whether this device may have to stand in for any client. For core 0.
+  bool mayLackAny() const noexcept { return !absent_.empty() || !newcomers_.empty(); }
 
   /// Whether the client has ended. The control thread may know it a moment before.
   bool hasEnded(std::size_t client) const noexcept {
@@ -66,6 +79,7 @@ class LostClients {
   std::vector<std::atomic<std::uint8_t>> states_;
   std::atomic<bool> hasNews_{false};
   std::vector<std::size_t> absent_;
+  std::vector<std::size_t> newcomers_;
 };
 
 }  // namespace coarse

@@ -44,6 +44,7 @@ struct ProxyConfig {
   std::size_t node = 0;      // of the endpoints of that table; all nodes have as many clients and devices
   std::size_t numNodes = 1;  // likewise
   std::vector<int> ranks;    // of the clients, for messages; empty: the clients' numbers
+  int epochsFd = -1;  // an EpochTable, if newcomers take the places of lost clients; the caller closes it
   ProcessMetrics metrics;
 
   /// @throws std::invalid_argument if a number is out of range.
@@ -87,7 +88,7 @@ class Proxy {
   /// Makes this the device of one of several nodes; parameters as for NodeExchange. Call before start().
   void joinNodes(std::size_t node, std::vector<std::vector<int>> ranks,
                  const std::vector<std::vector<int>>& fds);
-  /// Starts to serve a client. Call before start().
+  /// Starts to serve a client. Call before start(); for newcomers there is admitNewcomer().
   void addClient(std::size_t client, int segmentFd);
   /// Starts the sync cores. @pre addClient() was called for every client.
   void start();
@@ -129,6 +130,18 @@ class Proxy {
   /// All memory devices have taken the last contributions of `client`, which takeDrained() has returned. From
   /// now on its contribution to every shard to which a client that lives contributes here is absent.
   void standInFor(std::size_t client);
+  /// A worker with this segment takes the place of `client`, which all memory devices had lost. They stand in
+  /// until it is a member. @pre standInFor(client).
+  void admitNewcomer(std::size_t client, int segmentFd);
+  /// Whether a newcomer may become a member: all memory devices have admitted it, and it waits for that.
+  void setReady(std::size_t client, bool isReady) noexcept { isReady_[client].store(isReady); }
+  /// The first epoch of the worker in a place, of which it may be the next one; kNoEpoch if it is no member
+  /// yet.
+  std::uint8_t memberSince(std::size_t client) const noexcept;
+  /// The process of a newcomer has ended before it was a member.
+  void newcomerEnded(std::size_t client);
+  /// Each completion of this group begins a new epoch if any newcomer is ready. Call it before addGroup().
+  void setBoundary(std::uint32_t group) noexcept { boundary_.store(group); }
   /// Clients since the last call, as for clientEnded().
   std::vector<std::size_t> takeDrained();
   /// The highest step of any shard to which `client` has contributed, at any device.
@@ -172,7 +185,10 @@ class Proxy {
   void evict(std::size_t client, const std::string& reason);
   void record(TensorGroup& group, std::size_t client, const Descriptor& descriptor);
   bool serveLostClients();
-  void standIn(TensorGroup& group, std::uint32_t shard, std::size_t contributor);
+  void standInForAll(TensorGroup& group, std::size_t client, const Descriptor& descriptor);
+  void standIn(TensorGroup& group, const Descriptor& contributed, std::size_t contributor,
+               std::size_t absent);
+  void beginEpoch() noexcept;
   std::optional<std::size_t> waitingClient(const TensorGroup& group, std::uint32_t shard) const noexcept;
   void complete(TensorGroup& group, const RingEntry& entry);
   // Begin a SyncMethod.
@@ -242,7 +258,11 @@ class Proxy {
   std::atomic<int> numLeft_{0};  // clients of this node
   std::atomic<bool> hasLeftElsewhere_{false};
   LostClients lostClients_;
-  std::mutex eventsMutex_;  // guards the next three
+  Mapping epochsMapping_;
+  EpochTable* epochs_ = nullptr;            // null if the places of lost clients stay vacant
+  std::vector<std::atomic<bool>> isReady_;  // by client
+  std::atomic<std::uint64_t> boundary_{std::uint64_t{1} << 32};  // no group at first
+  std::mutex eventsMutex_;                                       // guards the next three
   std::vector<ProxyEvent> events_;
   std::vector<std::size_t> drained_;
   std::vector<NodeEvent> nodeEvents_;

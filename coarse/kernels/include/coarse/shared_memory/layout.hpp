@@ -99,7 +99,7 @@ struct Descriptor {
   std::uint8_t flags = 0;
   std::uint8_t dtype = 0;
   std::uint8_t op = 0;         // on the workers' own path: a Relay
-  std::uint8_t slotOwner = 0;  // only for a probe
+  std::uint8_t slotOwner = 0;  // only for a probe; otherwise the epoch of the client (EpochTable)
   std::uint32_t sentAt = 0;    // low bits of the clock; in emulated sessions
 };
 static_assert(sizeof(Descriptor) == 24);
@@ -184,6 +184,21 @@ static_assert(sizeof(UpdateRecord) == 8);
 
 /// Records for a copy of parameters and states the steps of `from`. @pre the copy is complete.
 void copyRecord(UpdateRecord& to, const UpdateRecord& from) noexcept;
+
+/// Places of workers in an EpochTable.
+inline constexpr std::size_t kMostPlaces = 256;
+
+/// In EpochTable: a worker that is no member yet. Epochs have lower numbers.
+inline constexpr std::uint8_t kNoEpoch = 255;
+
+/// The epochs of a session (docs/design/membership.md): an epoch begins when workers take the places of lost
+/// ones. Written by memory devices, read-only for clients.
+struct alignas(kCacheLineBytes) EpochTable {
+  std::atomic<std::uint32_t> newest;  // 0 at first; stored after the entries of its new members
+  // The first epoch in which the worker of a place contributes; before it, memory devices stand in.
+  std::array<std::atomic<std::uint8_t>, kMostPlaces> memberSince;
+};
+static_assert(sizeof(EpochTable) == 5 * kCacheLineBytes);
 
 /// State that all memory devices share about the shards of one tensor group. Read-only for clients.
 class GroupControl {

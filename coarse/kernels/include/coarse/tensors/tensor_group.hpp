@@ -203,7 +203,7 @@ class TensorGroup {
   /// write.
   UpdateSettings settings(std::uint32_t shard, std::size_t client) const noexcept;
   /// The settings that all clients give, if they agree.
-  UpdateSettings settings(std::uint32_t shard) const noexcept { return settings(shard, firstClient()); }
+  UpdateSettings settings(std::uint32_t shard) const noexcept { return settings(shard, firstClient(shard)); }
   std::byte* parameter(const Shard& shard) const noexcept {
     return parameters_.get() + parameterOffset(shard);
   }
@@ -222,8 +222,21 @@ class TensorGroup {
   /// too.
   void forget(const std::vector<std::size_t>& lostClients);
   bool isLost(std::size_t client) const noexcept { return isLost_[client].load(std::memory_order_acquire); }
+  /// Reads settings and writes results of a client that has the place of a lost one, where it contributes
+  /// itself.
+  void remember(std::size_t client);
+  /// Whether a memory device stands in for the client at this shard, or will.
+  bool isAbsent(std::uint32_t shard, std::size_t client) const noexcept {
+    // relaxed: what a device has recorded for the step is complete.
+    return isLost(client) ||
+           (!plan_.shards[shard].isDynamic &&
+            __atomic_load_n(&control_.contribution(shard, client).numElements, __ATOMIC_RELAXED) != 0);
+  }
   /// The first client that is not lost; plan().numClients if all are.
   std::size_t firstClient() const noexcept { return firstClient_.load(std::memory_order_acquire); }
+  /// The first client that contributes to the shard itself; 0 if none does. @pre all contributions have
+  /// arrived.
+  std::size_t firstClient(std::uint32_t shard) const noexcept;
   /// Uses the replica's contents as the optimizer's parameters and states from now on. @pre as for forget();
   /// this device has a replica.
   void moveToReplica();
@@ -246,6 +259,7 @@ class TensorGroup {
   }
 
  private:
+  void noteFirstClient() noexcept;
   void mapRows(const std::vector<int>& fds);
   void mapOptimizer(const OptimizerFds& fds);
   std::size_t parameterOffset(const Shard& shard) const noexcept {

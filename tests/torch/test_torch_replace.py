@@ -1,0 +1,109 @@
+"""New workers take the places of lost ones under `coarse run --on-loss replace`, and all end with the same bits."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launching import launch
+
+SCRIPT = Path(__file__).parent / "replace_script.py"
+COARSE_RUN = (
+    *("coarse", "run", "-n", "3", "--min-workers", "2", "--memory-devices", "2"),
+    *("--on-loss", "replace", "--max-restarts", "4"),
+)
+ALL = (0, 1, 2)
+
+
+def others_of(lost: int) -> list[int]:
+    return [rank for rank in ALL if rank != lost]
+
+
+def mean(ranks: list[int]) -> float:
+    return float(sum(2**rank for rank in ranks) / len(ranks))
+
+
+def run(folder: Path, mode: str, lost: int, num_entries: int, *fates: str) -> tuple[str, dict[int, Any]]:
+    printed = launch(COARSE_RUN, SCRIPT, (str(folder), mode, str(lost), str(num_entries), *fates))
+    reports = {rank: json.loads((folder / f"end-{rank}").read_text()) for rank in ALL}
+    assert len({report["digest"] for report in reports.values()}) == 1, (
+        "all have the same parameters, buffers and states"
+    )
+    assert all(report["members"] == list(ALL) for report in reports.values())
+    return printed, reports
+
+
+def possible_members(step: int, changes: list[list[int]]) -> list[list[int]]:
+    """The workers that may be in the mean of a step, by the steps before or in which members have changed."""
+    members = list(ALL)
+    for changed, *after in changes:
+        if step == changed and len(after) < len(members):
+            return [members, after]  # the step of a loss
+        if step >= changed:
+            members = after
+    return [members]
+
+
+def check_steps(reports: dict[int, Any], lost: int, *, num_entries: int = 1) -> None:
+    """Every step of every worker has the same mean, which is over all members of that step."""
+    one, other = (reports[rank] for rank in others_of(lost))
+    assert one["changes"] == other["changes"], "all learn of it in the same step"
+    assert one["moves"] == other["moves"]
+    newcomers_moves = reports[lost]["moves"]
+    assert newcomers_moves.items() <= one["moves"].items()
+    assert [len(members) for _, *members in one["changes"]] == [2, 3] * num_entries
+    for step, move in one["moves"].items():
+        means = [mean(members) for members in possible_members(int(step), one["changes"])]
+        assert any(move == pytest.approx(each, abs=1e-2) for each in means), (step, move, means)
+    assert str(one["changes"][-1][0]) in newcomers_moves, (
+        "it contributes from the step in which all learn of it"
+    )
+
+
+@pytest.mark.parametrize(
+    ("mode", "lost"),
+    [("backward", 1), ("overlap", 0), pytest.param("backward", 0, marks=pytest.mark.slow)],
+)
+def test_a_new_worker_takes_the_place_of_a_lost_one(tmp_path: Path, mode: str, lost: int) -> None:
+    printed, reports = run(tmp_path, mode, lost, 1)
+    check_steps(reports, lost)
+    assert f"worker {lost} (pid " in printed
+    assert "the other 2 go on (--min-workers 2)" in printed
+    assert f"a new worker {lost} (pid " in printed
+    assert "takes part in the training" in printed
+    assert f"worker {lost} lost, worker {lost} replaced" in printed
+
+
+@pytest.mark.parametrize("fates", [("start", "live"), ("built", "fail", "live")])
+def test_others_go_on_when_a_new_worker_ends_while_it_starts(tmp_path: Path, fates: tuple[str, ...]) -> None:
+    printed, reports = run(tmp_path, "backward", 1, 1, *fates)
+    check_steps(reports, 1)
+    assert printed.count("before it took part in the training") == len(fates) - 1
+
+
+@pytest.mark.parametrize("fate", ["entered", pytest.param("step", marks=pytest.mark.slow)])
+def test_a_new_worker_that_is_lost_is_replaced_again(tmp_path: Path, fate: str) -> None:
+    _, reports = run(tmp_path, "backward", 1, 2, fate, "live")
+    check_steps(reports, 1, num_entries=2)
+
+
+def refusal(folder: Path, *options: str, mode: str = "plain") -> str:
+    command = [sys.executable, "-m", "coarse", "run", "-n", "3", "--min-workers", "2", *options]
+    done = subprocess.run(
+        [*command, str(SCRIPT), str(folder), mode, "1", "1"], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode != 0
+    return done.stderr
+
+
+def test_optimizers_on_workers_are_refused_in_the_first_step(tmp_path: Path) -> None:
+    said = refusal(tmp_path, "--on-loss", "replace", "--max-restarts", "1", "--max-restarts", "1")
+    assert "Give all trainable parameters to one DistributedOptimizer" in said
+
+
+def test_a_number_of_restarts_is_required(tmp_path: Path) -> None:
+    assert "starts at most --max-restarts new workers" in refusal(tmp_path, "--on-loss", "replace")
