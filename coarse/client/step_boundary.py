@@ -115,7 +115,7 @@ class StepBoundary:
         epoch = self._native.newest_epoch
         if epoch == self.epoch:
             return frozenset()
-        newcomers = self._newcomers_of(epoch)
+        newcomers = self._native.newcomers_of(epoch)
         self._native.enter_epoch(epoch, newcomers)
         self.epoch = epoch
         ranks = frozenset(self._ranks[each] for each in newcomers)
@@ -123,9 +123,6 @@ class StepBoundary:
         self._storage.store(_key(epoch), memoryview(position.to_json()))
         self._members.replace(position.members)
         return ranks
-
-    def _newcomers_of(self, epoch: int) -> list[int]:
-        return [each for each in range(len(self._ranks)) if self._native.member_since(each) == epoch]
 
     def _position(self, members: tuple[int, ...]) -> Position:
         buffers = self._buffers()
@@ -173,7 +170,7 @@ class StepBoundary:
         members = [number for number, rank in enumerate(self._ranks) if rank in position.members]
         self._native.enter_epoch(epoch, members)
         self.epoch = epoch
-        self._entered = frozenset(self._ranks[each] for each in self._newcomers_of(epoch))
+        self._entered = frozenset(self._ranks[each] for each in self._native.newcomers_of(epoch))
         self._members.replace(position.members)
         send_to_all(connections, {"type": "entered"})
 

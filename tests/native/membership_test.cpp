@@ -442,18 +442,16 @@ class Training : public Job {
       ASSERT_EQ(worker.pull(kBoundary, 0, nullptr, kPatienceSeconds), WaitStatus::kDone);
     }
     if (const std::uint32_t epoch = worker.newestEpoch(); epoch != epochs_[client]) {
-      Clients newcomers;
-      for (std::size_t each = 0; each < epochs_.size(); ++each) {
-        if (worker.memberSince(each) == epoch) newcomers.push_back(each);
-      }
+      const Clients newcomers = worker.newcomersOf(epoch);
       EXPECT_FALSE(newcomers.empty());
       worker.enterEpoch(static_cast<std::uint8_t>(epoch), newcomers);
       epochs_[client] = epoch;
       const std::lock_guard<std::mutex> lock(mutex_);
-      const Position position{step, worker.steps(kGroup), worker.steps(kBoundary)};
+      const Position position{step, newcomers, worker.steps(kGroup), worker.steps(kBoundary)};
       const auto [found, isFirst] = positions_.try_emplace(epoch, position);
       EXPECT_EQ(found->second.step, step) << "all enter an epoch before the same step";
       EXPECT_EQ(found->second.steps, position.steps);
+      EXPECT_EQ(found->second.newcomers, newcomers);
     }
     ASSERT_EQ(worker.push(kBoundary, 0, kPresent, nullptr), WaitStatus::kDone);
     worker.flush();
@@ -510,6 +508,7 @@ class Training : public Job {
  private:
   struct Position {
     std::uint32_t step = 0;
+    Clients newcomers;
     std::vector<std::uint32_t> steps, boundarySteps;
   };
   static ClusterShape withEpochs(ClusterShape shape) {

@@ -135,6 +135,7 @@ void registerClient(py::module_& module) {
       .def("stand_ins", &Client::standIns, py::arg("group"))
       .def_property_readonly("newest_epoch", &Client::newestEpoch)
       .def("member_since", &Client::memberSince, py::arg("client"))
+      .def("newcomers_of", &Client::newcomersOf, py::arg("epoch"))
       .def("enter_epoch", &Client::enterEpoch, py::arg("epoch"), py::arg("newcomers"))
       .def("steps", &Client::steps, py::arg("group"))
       .def("set_steps", &Client::setSteps, py::arg("group"), py::arg("steps"))

@@ -469,6 +469,17 @@ std::uint8_t Client::memberSince(std::size_t client) const noexcept {
   return epochs_ == nullptr ? 0 : epochs_->memberSince[client].load(std::memory_order_acquire);
 }
 
+std::vector<std::size_t> Client::newcomersOf(std::uint32_t epoch) const {
+  std::vector<std::size_t> clients;
+  if (epochs_ == nullptr) return clients;
+  const auto& bits = epochs_->newcomers.at(epoch);
+  for (std::size_t client = 0; client < kMostPlaces; ++client) {
+    if ((bits[client / 64].load(std::memory_order_relaxed) >> client % 64 & 1) != 0)
+      clients.push_back(client);
+  }
+  return clients;
+}
+
 void Client::enterEpoch(std::uint8_t epoch, const std::vector<std::size_t>& newcomers) {
   const std::lock_guard lock(groupsMutex_);
   for (auto& [id, group] : groups_) {

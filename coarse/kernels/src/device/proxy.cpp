@@ -622,6 +622,8 @@ void Proxy::beginEpoch() noexcept {
   bool hasAny = false;
   for (std::size_t client = 0; client < config_.numClients; ++client) {
     if (!isReady_[client].load() || memberSince(client) != kNoEpoch) continue;
+    epochs_->newcomers[next][client / 64].fetch_or(std::uint64_t{1} << client % 64,
+                                                   std::memory_order_relaxed);
     epochs_->memberSince[client].store(static_cast<std::uint8_t>(next), std::memory_order_release);
     hasAny = true;
   }

@@ -159,6 +159,8 @@ class Client {
   std::uint32_t newestEpoch() const noexcept;
   /// The first epoch in which the worker of this place contributes; kNoEpoch if it is no member yet.
   std::uint8_t memberSince(std::size_t client) const noexcept;
+  /// The places whose workers are new in an epoch that has begun; the same for all clients.
+  std::vector<std::size_t> newcomersOf(std::uint32_t epoch) const;
   /// From its next push on, this client contributes in `epoch`, together with these clients that are new
   /// there. All members call it between the same two pushes. @pre nothing is pushed meanwhile.
   void enterEpoch(std::uint8_t epoch, const std::vector<std::size_t>& newcomers);

@@ -194,11 +194,15 @@ inline constexpr std::uint8_t kNoEpoch = 255;
 /// The epochs of a session (docs/design/membership.md): an epoch begins when workers take the places of lost
 /// ones. Written by memory devices, read-only for clients.
 struct alignas(kCacheLineBytes) EpochTable {
-  std::atomic<std::uint32_t> newest;  // 0 at first; stored after the entries of its new members
+  std::atomic<std::uint32_t> newest;  // 0 at first; stored after the other fields of its new members
   // The first epoch in which the worker of a place contributes; before it, memory devices stand in.
   std::array<std::atomic<std::uint8_t>, kMostPlaces> memberSince;
+  // Bits of the places whose workers are new in each epoch; they stay when such a worker is replaced.
+  alignas(kCacheLineBytes)
+      std::array<std::array<std::atomic<std::uint64_t>, kMostPlaces / 64>, kNoEpoch> newcomers;
 };
-static_assert(sizeof(EpochTable) == 5 * kCacheLineBytes);
+static_assert(sizeof(EpochTable) ==
+              5 * kCacheLineBytes + roundUp(kNoEpoch * kMostPlaces / 8, kCacheLineBytes));
 
 /// State that all memory devices share about the shards of one tensor group. Read-only for clients.
 class GroupControl {
