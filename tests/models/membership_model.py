@@ -1,4 +1,6 @@
-"""Runs the model of membership changes (membership.pml) through Spin; the tests run what is short, `make model` all.
+"""Runs the models of membership changes through Spin; the tests run what is short, `make model` all.
+
+membership.pml is the whole design, newcomers.pml what is built for newcomers.
 
 Spin translates the model into a C program, which visits every state within the given bounds, or, where Bounds says
 so, as many as its bit array can tell apart.
@@ -15,7 +17,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-MODEL = Path(__file__).with_name("membership.pml")
+DESIGN, BUILT = (Path(__file__).with_name(name) for name in ("membership.pml", "newcomers.pml"))
 MISSING = [tool for tool in ("spin", "cc") if shutil.which(tool) is None]
 MEMORY_LIMIT_MIB = 6000
 SEARCH_LIMIT_S = 3600
@@ -27,6 +29,8 @@ class Bounds:
 
     Args:
         founders: Bit mask of the ranks that are taken at the start.
+        is_lazy: In newcomers.pml, whether workers pull a shard only before they push it again.
+        model: The model.
         bits: 0 for an exhaustive search; else log2 of the bits of an array that has two bits per state, so that
             states which fall on the same bits as others are left out.
     """
@@ -39,17 +43,25 @@ class Bounds:
     device_deaths: int = 0
     min_workers: int = 1
     bits: int = 0
+    is_lazy: bool = False
+    model: Path = DESIGN
 
     def macros(self) -> list[str]:
         names = ("steps", "shards", "founders", "deaths", "joins", "device_deaths", "min_workers")
-        return [f"-D{name.upper()}={getattr(self, name)}" for name in names]
+        values = [
+            f"-D{name.upper()}={getattr(self, name)}"
+            for name in names
+            if self.model == DESIGN or name != "shards"
+        ]
+        return [*values, *(["-DLAZY"] if self.is_lazy else [])]
 
     def __str__(self) -> str:
         workers = f"{self.founders.bit_count()} workers, {self.shards} shards, {self.steps} steps"
         events = [("deaths", self.deaths), ("joins", self.joins), ("device deaths", self.device_deaths)]
         happens = ", ".join(f"{name} {count}" for name, count in events if count)
         extra = f", at least {self.min_workers}" if self.min_workers > 1 else ""
-        return f"{workers}; {happens or 'nothing happens'}{extra}{', bitstate' if self.bits else ''}"
+        model = f"{self.model.stem}{', lazily' if self.is_lazy else ''}: " if self.model != DESIGN else ""
+        return f"{model}{workers}; {happens or 'nothing happens'}{extra}{', bitstate' if self.bits else ''}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +81,8 @@ QUICK = [
     Bounds(steps=3, founders=0b011, joins=1),
     Bounds(steps=1, device_deaths=1),
     Bounds(steps=1, shards=1, deaths=2, min_workers=2),
+    Bounds(steps=3, shards=1, founders=0b011, joins=1, model=BUILT),
+    Bounds(steps=3, shards=1, founders=0b011, joins=1, model=BUILT, is_lazy=True),
 ]
 """Bounds for every run of the tests."""
 
@@ -78,6 +92,11 @@ FULL = [
     Bounds(steps=2, deaths=1, device_deaths=1),
     Bounds(steps=3, founders=0b011, deaths=1, joins=1),
     Bounds(steps=4, deaths=1, joins=1),
+    Bounds(steps=3, shards=1, deaths=1, joins=1, model=BUILT),
+    Bounds(steps=3, shards=1, deaths=1, joins=1, model=BUILT, is_lazy=True),
+    Bounds(steps=3, shards=1, founders=0b011, deaths=1, joins=1, model=BUILT),
+    Bounds(steps=3, shards=1, founders=0b011, joins=1, device_deaths=1, model=BUILT),
+    Bounds(steps=4, shards=1, deaths=2, joins=2, model=BUILT, is_lazy=True, bits=26),
     Bounds(steps=4, deaths=2, joins=2, device_deaths=1, bits=26),
 ]
 """Bounds of `make model`, exhaustive but for the last."""
@@ -90,6 +109,10 @@ MISTAKES = {
     "NO_BOUNDARY": Bounds(steps=2, deaths=1),
     "RANK_AT_ONCE": Bounds(steps=3, deaths=1, joins=1),
     "WRITE_VACANT": Bounds(steps=3, founders=0b011, deaths=1, joins=1),
+    "NO_FLAGS": Bounds(steps=3, shards=1, founders=0b011, joins=1, model=BUILT, is_lazy=True),
+    "NO_LABEL": Bounds(steps=3, shards=1, founders=0b011, joins=1, model=BUILT),
+    "STAND_IN_BY_STATE": Bounds(steps=3, shards=1, founders=0b011, joins=1, model=BUILT, is_lazy=True),
+    "FLAGS_GO_BACK": Bounds(steps=3, shards=1, founders=0b011, joins=1, model=BUILT),
 }
 """Planted mistakes (macros MISTAKE_...), and bounds within which each one shows."""
 
@@ -97,6 +120,7 @@ MISTAKES = {
 WITNESSES = {
     "UNLIKE_SHARDS": Bounds(steps=1, deaths=1),
     "REUSED_RANK": Bounds(steps=4, deaths=1, joins=1),
+    "NEWCOMER": Bounds(steps=3, shards=1, founders=0b011, joins=1, model=BUILT),
 }
 """Macros (WITNESS_...) under which a search must find that something happens: the model is not empty."""
 
@@ -128,7 +152,7 @@ class Checker:
         Raises:
             RuntimeError: If Spin or the compiler fail, or if the search ends early for want of memory or time.
         """
-        self._run("spin", "-a", *bounds.macros(), *([f"-D{macro}"] if macro else []), str(MODEL))
+        self._run("spin", "-a", *bounds.macros(), *([f"-D{macro}"] if macro else []), str(bounds.model))
         kind = "-DNP" if finds_cycles else "-DSAFETY"
         storage = "-DBITSTATE" if bounds.bits else "-DCOLLAPSE"
         limit = f"-DMEMLIM={MEMORY_LIMIT_MIB}"
