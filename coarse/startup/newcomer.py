@@ -15,7 +15,7 @@ from coarse.env import WorkerIdentity
 from coarse.errors import RendezvousError
 from coarse.machine.memory_name import MemoryName
 from coarse.machine.partition_table import PartitionTable
-from coarse.rendezvous import NodeMap
+from coarse.rendezvous.workers import NodeMap
 from coarse.settings import Settings
 from coarse.startup.device_connections import NodeDevices, open_client
 from coarse.startup.persistent_devices import read_token
