@@ -56,6 +56,12 @@ def _add_studies(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--trace", metavar="TRACE", help="print this trace of study NAME, step by step")
     group.add_argument("--all", action="store_true", help="run all studies, and rewrite their pages")
     group.add_argument(
+        "--from",
+        dest="begin",
+        metavar="PART",
+        help="of --all: begin with this part, where an interrupted run has stopped",
+    )
+    group.add_argument(
         "--docs", type=Path, default=Path("docs"), metavar="FOLDER", help="of --all; default: %(default)s"
     )
 
@@ -131,7 +137,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.list:
         return list_studies(as_json=arguments.json)
     if arguments.all:
-        return write_all(arguments.docs)
+        return write_all(arguments.docs, arguments.begin)
     if arguments.study is not None:
         return show_study(arguments.study, arguments.trace, as_json=arguments.json)
     return _run_step(arguments)
@@ -150,6 +156,8 @@ def _fault(arguments: argparse.Namespace) -> str:
         return f"give one of {', '.join(asked)}" + (f", not {' and '.join(given)}" if given else "")
     if arguments.trace is not None and arguments.study is None:
         return "--trace needs the NAME of a study"
+    if arguments.begin is not None and not arguments.all:
+        return "--from needs --all"
     return ""
 
 

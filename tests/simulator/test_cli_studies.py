@@ -152,6 +152,8 @@ def test_a_trace_is_printed_alone(registered, capsys):
         ([], "give one of NAME, --machine, --list, --all"),
         (["rooms", "--machine", "aws-p3"], "not NAME and --machine"),
         (["--all", "--docs", "nowhere"], "nowhere holds no simulator.md; start in a clone"),
+        (["--all", "--from", "cellar"], "--from cellar is none of scale, failures, rooms"),
+        (["rooms", "--from", "scale"], "--from needs --all"),
     ],
 )
 def test_wrong_questions_get_one_line(arguments, message, registered, capsys):
@@ -216,8 +218,32 @@ def test_an_interrupt_says_how_far_it_came_and_keeps_written_pages(registered, d
     out, err = capsys.readouterr()
     assert "rooms (3 of 4): 3 of 4 figures agree, 1 of 2 claims hold" in out
     assert "interrupted in walk (4 of 4): walks" in err
-    assert "3 of 4 parts are done" in err
+    assert "3 of 4 parts are done; to go on: coarse simulate --all --from walk" in err
     assert (docs / "simulator" / "rooms.md").exists()
+
+
+def test_a_run_goes_on_where_it_was_interrupted(registered, docs, monkeypatch, capsys):
+    registered(study("rooms"), study("walk"), study("halls"))
+    assert simulate("--all", "--docs", str(docs)) == 0
+    expected = {path: path.read_bytes() for path in docs.rglob("*") if path.is_file()}
+    (docs / "simulator" / "walk.md").unlink()
+    registered(study("rooms", broken), study("walk"), study("halls"))
+    monkeypatch.setattr(scale, "sweep", broken)
+    capsys.readouterr()
+    assert simulate("--all", "--from", "walk", "--docs", str(docs)) == 0
+    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == [
+        "walk (4 of 5)",
+        "halls (5 of 5)",
+    ]
+    assert {path: path.read_bytes() for path in docs.rglob("*") if path.is_file()} == expected
+
+
+def test_a_part_that_was_never_written_is_missed(registered, docs):
+    registered(study("rooms"), study("halls"))
+    assert simulate("--all", "--from", "halls", "--docs", str(docs)) == 1
+    assert (
+        "| rooms | **failed**: its page: No such file or directory |" in (docs / "simulator.md").read_text()
+    )
 
 
 def test_a_sweep_has_a_step_of_every_scheme_and_number(monkeypatch):

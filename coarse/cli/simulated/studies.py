@@ -6,7 +6,7 @@ import json
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from coarse.cli.tables import print_table
 from coarse.simulator.studies import catalogue
 
 if TYPE_CHECKING:  # slow to import; `coarse --help` must not load these
+    from coarse.simulator.studies.pages import Tally
     from coarse.simulator.studies.study import Progress, StateTable, Study, StudyResult
 
 _EXIT_FAILED, _EXIT_USAGE = 1, 2
@@ -46,52 +47,77 @@ def show_study(name: str, trace: str | None, *, as_json: bool) -> int:
     return 0
 
 
-def write_all(docs: Path) -> int:
+def write_all(docs: Path, begin: str | None = None) -> int:
     """Sweeps workers and failure rates, runs all studies, and rewrites their pages in the folder `docs`.
+
+    Args:
+        docs: The folder.
+        begin: Name of the part with which to begin, because the parts before it are written; None for the first.
 
     Returns:
         The exit code: 1 if one of them failed, which does not stop the others.
     """
     from coarse.simulator.studies.pages import INDEX, write_summary
 
+    names = (*_SWEEPS, *catalogue.NAMES)
+    if begin is not None and begin not in names:
+        print(f"coarse simulate: --from {begin} is none of {', '.join(names)}", file=sys.stderr)
+        return _EXIT_USAGE
     if not (docs / INDEX).is_file():
         print(
             f"coarse simulate: {docs} holds no {INDEX}; start in a clone of COARSE, or name its docs by --docs",
             file=sys.stderr,
         )
         return _EXIT_USAGE
-    parts = _Parts(num=2 + len(catalogue.NAMES))
-    swept = [
-        parts.attempt("scale", partial(_write_scale, docs)),
-        parts.attempt("failures", partial(_write_failures, docs)),
-    ]
-    outcomes = {name: parts.attempt(name, partial(_write_study, docs, name)) for name in catalogue.NAMES}
+    parts = _Parts(names, names.index(begin or names[0]))
+    swept = [parts.attempt(name, partial(write, docs)) for name, write in _SWEEPS.items()]
+    outcomes: dict[str, tuple[Study, Tally] | str] = {}
+    for name in catalogue.NAMES:
+        written = parts.attempt(name, partial(_write_study, docs, name))
+        outcomes[name] = _written_study(docs, name) if written is None else written
     write_summary(docs, outcomes)
     return _EXIT_FAILED if any(isinstance(each, str) for each in (*swept, *outcomes.values())) else 0
 
 
-def _write_scale(docs: Path, show: Progress) -> tuple[None, str]:
+def _write_scale(docs: Path, show: Progress) -> tuple[Path, str]:
     from coarse.simulator.scale import sweep
     from coarse.simulator.studies.pages import INDEX, write_scale
 
     write_scale(docs, sweep(show))
-    return None, str(docs / INDEX)
+    return docs / INDEX, str(docs / INDEX)
 
 
-def _write_failures(docs: Path, show: Progress) -> tuple[None, str]:
+def _write_failures(docs: Path, show: Progress) -> tuple[Path, str]:
     from coarse.simulator.failure_sweep import sweep_failures
     from coarse.simulator.studies.pages import write_failures
 
-    return None, str(write_failures(docs, sweep_failures(show)))
+    page = write_failures(docs, sweep_failures(show))
+    return page, str(page)
 
 
-def _write_study(docs: Path, name: str, show: Progress) -> tuple[tuple[Study, StudyResult], str]:
-    from coarse.simulator.studies.pages import write_page
+_SWEEPS: Mapping[str, Callable[[Path, Progress], tuple[Path, str]]] = {
+    "scale": _write_scale,
+    "failures": _write_failures,
+}
+
+
+def _write_study(docs: Path, name: str, show: Progress) -> tuple[tuple[Study, Tally], str]:
+    from coarse.simulator.studies.pages import tally_of, write_page
 
     study = catalogue.load_study(name)
     result = study.run(show)
     page = write_page(docs, study, result)
-    return (study, result), f"{_in_words(result)}; {page}"
+    return (study, tally_of(result)), f"{_in_words(result)}; {page}"
+
+
+def _written_study(docs: Path, name: str) -> tuple[Study, Tally] | str:
+    """A study and the tally of its page; what is wrong if it has none."""
+    from coarse.simulator.studies.pages import tally_of_page
+
+    try:
+        return catalogue.load_study(name), tally_of_page(docs, name)
+    except OSError as error:
+        return f"its page: {error.strerror}"
 
 
 _T = TypeVar("_T")
@@ -101,20 +127,27 @@ class _Parts:
     """Runs parts one after the other, says what each gave, and on an interrupt how far it came.
 
     Args:
-        num: Number of parts.
+        names: Of all parts, in their order.
+        begin: Number of the first part to run.
     """
 
-    def __init__(self, num: int) -> None:
-        self._num, self._num_tried = num, 0
+    def __init__(self, names: Sequence[str], begin: int = 0) -> None:
+        self._names, self._begin = names, begin
 
-    def attempt(self, name: str, work: Callable[[Progress], tuple[_T, str]]) -> _T | str:
-        """The value of `work`, whose words are printed; the error's text if it fails."""
-        self._num_tried += 1
-        what, started_s = f"{name} ({self._num_tried} of {self._num})", time.monotonic()
+    def attempt(self, name: str, work: Callable[[Progress], tuple[_T, str]]) -> _T | str | None:
+        """The value of `work`, whose words are printed; the error's text if it fails; None before the first part."""
+        number = self._names.index(name)
+        if number < self._begin:
+            return None
+        what, started_s = f"{name} ({number + 1} of {len(self._names)})", time.monotonic()
         try:
             value, words = _with_progress(work, what)
         except KeyboardInterrupt:
-            print(f"coarse simulate: {self._num_tried - 1} of {self._num} parts are done", file=sys.stderr)
+            print(
+                f"coarse simulate: {number} of {len(self._names)} parts are done; to go on: coarse simulate --all "
+                f"--from {name}",
+                file=sys.stderr,
+            )
             raise
         except Exception as error:
             traceback.print_exc()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from coarse.profiler.figures import save_figure
@@ -19,6 +21,59 @@ RESULTS, SUMMARY, SCALE, GOODPUT = "results", "studies", "scale", "goodput"
 
 AGREES, DIFFERS = "agrees", "**differs**"
 HOLDS, FAILS = "holds", "**does not hold**"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tally:
+    """How many figures and claims a study has, and how many of them agree or hold.
+
+    Args:
+        figures: Agreeing and all figures, by basis.
+        claims: Claims that hold, and all.
+    """
+
+    figures: Mapping[Basis, tuple[int, int]]
+    claims: tuple[int, int]
+
+    @property
+    def num_figures(self) -> int:
+        """Of every basis."""
+        return sum(every for _, every in self.figures.values())
+
+
+def tally_of(result: StudyResult) -> Tally:
+    """What a study has just found."""
+    return Tally(
+        figures=_by_basis([(each.basis.value, each.agrees) for each in result.comparisons]),
+        claims=(sum(claim.holds for claim in result.claims), len(result.claims)),
+    )
+
+
+def tally_of_page(docs: Path, name: str) -> Tally:
+    """What a study found when its page was written.
+
+    Raises:
+        OSError: If there is no page.
+    """
+    rows = [_cells(line) for line in page_of(docs, name).read_text(encoding="utf-8").splitlines()]
+    basis, verdict = COMPARISON_HEAD.index("basis"), COMPARISON_HEAD.index("verdict")
+    figures = [row for row in rows if len(row) == len(COMPARISON_HEAD) and row[verdict] in (AGREES, DIFFERS)]
+    place = CLAIM_HEAD.index("verdict")
+    claims = [row for row in rows if len(row) == len(CLAIM_HEAD) and row[place] in (HOLDS, FAILS)]
+    return Tally(
+        figures=_by_basis([(row[basis], row[verdict] == AGREES) for row in figures]),
+        claims=(sum(row[place] == HOLDS for row in claims), len(claims)),
+    )
+
+
+def _by_basis(figures: Sequence[tuple[str, bool]]) -> Mapping[Basis, tuple[int, int]]:
+    agreeing = {basis: [agrees for name, agrees in figures if name == basis.value] for basis in Basis}
+    return {basis: (sum(each), len(each)) for basis, each in agreeing.items()}
+
+
+def _cells(line: str) -> list[str]:
+    """The cells of a row of a Markdown table; none of other lines."""
+    return [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
 
 
 def page_of(docs: Path, name: str) -> Path:
@@ -44,12 +99,12 @@ def write_page(docs: Path, study: Study, result: StudyResult) -> Path:
     return page
 
 
-def write_summary(docs: Path, outcomes: Mapping[str, tuple[Study, StudyResult] | str]) -> None:
+def write_summary(docs: Path, outcomes: Mapping[str, tuple[Study, Tally] | str]) -> None:
     """Writes a row for each study into INDEX.
 
     Args:
         docs: The folder of INDEX.
-        outcomes: Study and result by name; an error's text for a study that failed.
+        outcomes: Study and tally by name; an error's text for a study that failed.
 
     Raises:
         OSError: If INDEX cannot be read or written.
@@ -114,7 +169,7 @@ def between_marks(text: str, name: str, lines: Iterable[str]) -> str:
     return "\n".join([before + begin, *lines, end + after])
 
 
-def summary_lines(outcomes: Mapping[str, tuple[Study, StudyResult] | str]) -> Iterator[str]:
+def summary_lines(outcomes: Mapping[str, tuple[Study, Tally] | str]) -> Iterator[str]:
     """The summary table: a row for each study, and one for all together."""
     yield from _head(
         (
@@ -141,20 +196,22 @@ def summary_lines(outcomes: Mapping[str, tuple[Study, StudyResult] | str]) -> It
     yield _row(("all", "", *_counts([each[1] for each in outcomes.values() if not isinstance(each, str)])))
 
 
-def _counts(results: Sequence[StudyResult]) -> Sequence[str]:
-    """Numbers of figures and claims of all results together, and how many of them agree or hold."""
-    comparisons = [each for result in results for each in result.comparisons]
-    claims = [claim for result in results for claim in result.claims]
-    compared = {basis: [each for each in comparisons if each.basis is basis] for basis in Basis}
-    predicted = compared[Basis.PREDICTED]
-    share = f" ({_agreeing(predicted) / len(predicted):.0%})" if predicted else ""
+def _counts(tallies: Sequence[Tally]) -> Sequence[str]:
+    """Numbers of figures and claims of all studies together, and how many of them agree or hold."""
+    figures = {basis: _sums([each.figures[basis] for each in tallies]) for basis in Basis}
+    agreeing, predicted = figures[Basis.PREDICTED]
+    share = f" ({agreeing / predicted:.0%})" if predicted else ""
     return (
-        str(len(comparisons)),
-        f"{_of(predicted)}{share}",
-        _of(compared[Basis.EXACT]),
-        _of(compared[Basis.FITTED]),
-        f"{sum(claim.holds for claim in claims)} of {len(claims)}",
+        str(sum(each.num_figures for each in tallies)),
+        f"{_of(figures[Basis.PREDICTED])}{share}",
+        _of(figures[Basis.EXACT]),
+        _of(figures[Basis.FITTED]),
+        _of(_sums([each.claims for each in tallies])),
     )
+
+
+def _sums(pairs: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    return sum(some for some, _ in pairs), sum(every for _, every in pairs)
 
 
 def result_lines(result: StudyResult) -> Iterator[str]:
@@ -210,12 +267,8 @@ def _row(cells: Sequence[str]) -> str:
     return "| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells) + " |"
 
 
-def _of(compared: Sequence[Comparison]) -> str:
-    return f"{_agreeing(compared)} of {len(compared)}"
-
-
-def _agreeing(compared: Sequence[Comparison]) -> int:
-    return sum(each.agrees for each in compared)
+def _of(pair: tuple[int, int]) -> str:
+    return f"{pair[0]} of {pair[1]}"
 
 
 def _picture_lines(stems: Mapping[str, Path]) -> Iterator[str]:
