@@ -144,6 +144,9 @@ def figure_rows(machine: Machine) -> Iterator[tuple[str, str, Figure]]:
         where = "network" + (f" (over {', '.join(network.over)})" if network.over else "")
         yield where, "latency, us", network.latency_us
         yield from _bandwidth_rows(where, network.gbytes_per_s, None)
+    if (power := machine.power) is not None:
+        yield "power of a worker", "W", power.worker_watt
+        yield "power of a memory device", "W", power.device_watt
 
 
 def _bandwidth_rows(

@@ -339,14 +339,38 @@ def _print_results(setup: Setup, results: Sequence[StepResult]) -> None:
     )
     print_table(
         "One training step, simulated",
-        ("scheme", "memory devices", "step, ms", "blocked, ms", "GiB per worker", "GiB per memory device"),
+        (
+            *(
+                "scheme",
+                "memory devices",
+                "step, ms",
+                "blocked, ms",
+                "GiB per worker",
+                "GiB per memory device",
+            ),
+            *(["J a step"] if results[0].energy_j is not None else []),
+        ),
         [_row(result) for result in results],
     )
+    if words := _power_in_words(setup):
+        print(words)
     print_table(
         f"The {_SHOWN_LINKS} busiest links of each scheme, simulated",
         ("scheme", "link", "number", "MiB a step", "busy"),
         [row for result in results for row in _link_rows(result)],
     )
+
+
+def _power_in_words(setup: Setup) -> str:
+    """The figures of the energy with their sources; "" if there are none."""
+    from coarse.simulator.training_step import power_of
+
+    power = power_of(setup)
+    if power is None:
+        return ""
+    drawn = {"worker": power.worker_watt, "memory device in use": power.device_watt}
+    each = [f"{watt.value:g} W of a {what} ({watt.kind}: {watt.source})" for what, watt in drawn.items()]
+    return f"J a step: the step times {' and '.join(each)}"
 
 
 def _row(result: StepResult) -> tuple[str, ...]:
@@ -358,6 +382,7 @@ def _row(result: StepResult) -> tuple[str, ...]:
         f"{result.blocked_s * 1e3:.1f}",
         f"{memory.worker_bytes / (1 << 30):.2f}",
         f"{memory.device_bytes / (1 << 30):.2f}" if memory.device_bytes else "-",
+        *([] if result.energy_j is None else [f"{result.energy_j:.1f}"]),
     )
 
 

@@ -175,6 +175,24 @@ class Network:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Power:
+    """What devices draw during a step.
+
+    Args:
+        worker_watt: Power of a worker.
+        device_watt: Power of a memory device.
+    """
+
+    worker_watt: Figure
+    device_watt: Figure
+
+    def energy_j(self, num_workers: int, num_devices: int, seconds: float) -> float:
+        """Energy of workers and memory devices."""
+        watt = num_workers * self.worker_watt.value + num_devices * self.device_watt.value
+        return watt * seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
     """The places of devices.
 
@@ -237,6 +255,7 @@ class Machine:
         paths: Paths by name, from PATHS.
         direct_links: Links between pairs of GPUs.
         network: The network between several of it; None if it is unknown.
+        power: What its devices draw; None if it is unknown.
 
     Raises:
         FieldError: If a path is missing or unknown, a path or the network leads over an unknown link, the network
@@ -257,6 +276,7 @@ class Machine:
     paths: Mapping[str, PathClass]
     direct_links: tuple[DirectLink, ...] = field(default=())
     network: Network | None = None
+    power: Power | None = None
 
     def __post_init__(self) -> None:
         kind = self.topology.kind

@@ -8,7 +8,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from coarse.machine.description import DirectLink, Figure, Link, Machine, Network, PathClass, Topology
+from coarse.machine.description import (
+    DirectLink,
+    Figure,
+    Link,
+    Machine,
+    Network,
+    PathClass,
+    Power,
+    Topology,
+)
 from coarse.machine.fields import FieldError
 from coarse.machine.toml_lines import Key, TomlDocument, read_toml
 
@@ -23,7 +32,7 @@ def read_machine(path: str | os.PathLike[str]) -> Machine:
     """
     document = read_toml(path)
     top = _Section(document, (), document.values)
-    top.allow("description", "topology", "link", "path", "direct_link", "network")
+    top.allow("description", "topology", "link", "path", "direct_link", "network", "power")
     topology = top.section("topology")
     with top.pointing():
         return Machine(
@@ -34,6 +43,7 @@ def read_machine(path: str | os.PathLike[str]) -> Machine:
             paths={name: _path(section, "over") for name, section in top.sections("path")},
             direct_links=tuple(_direct_link(section) for section in top.list_of_sections("direct_link")),
             network=_network(top.section("network")) if "network" in document.values else None,
+            power=_power(top.section("power")) if "power" in document.values else None,
         )
 
 
@@ -178,6 +188,11 @@ def _network(section: _Section) -> Network:
             gbytes_per_s=section.figure("gbytes_per_s"),
             over=section.texts("over"),
         )
+
+
+def _power(section: _Section) -> Power:
+    section.allow("worker_watt", "device_watt")
+    return Power(worker_watt=section.figure("worker_watt"), device_watt=section.figure("device_watt"))
 
 
 def _whole_numbers(values: list[Any], error: Callable[[str], ValueError]) -> tuple[int, ...]:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from coarse.machine.catalogue import load_machine
+from coarse.machine.description import Power
 from coarse.simulator.engine import Outcome, Progress, simulate
 from coarse.simulator.schemes.catalogue import SCHEMES
 from coarse.simulator.schemes.step import MemoryUse, Step
@@ -45,6 +47,7 @@ class StepResult:
         memory: Memory of a worker and of a memory device.
         decisions: What planners decided.
         num_tasks: Size of the simulation.
+        energy_j: Of workers and memory devices; None if the machine's file does not say what they draw.
     """
 
     scheme: str
@@ -59,6 +62,7 @@ class StepResult:
     memory: MemoryUse
     decisions: tuple[str, ...]
     num_tasks: int
+    energy_j: float | None = None
 
     @property
     def blocked_s(self) -> float:
@@ -89,6 +93,7 @@ class StepResult:
                 for name, load in self.links.items()
             },
             "decisions": list(self.decisions),
+            **({} if self.energy_j is None else {"energy_j": self.energy_j}),
         }
 
 
@@ -136,7 +141,18 @@ def simulate_step(
         memory=step.memory,
         decisions=step.decisions,
         num_tasks=len(step.tasks),
+        energy_j=_energy_j(setup, network.num_devices if step.memory.device_bytes else 0, step_s),
     )
     if record is not None:
         record(result, step, outcome)
     return result
+
+
+def _energy_j(setup: Setup, num_devices: int, step_s: float) -> float | None:
+    power = power_of(setup)
+    return None if power is None else power.energy_j(setup.num_workers, num_devices, step_s)
+
+
+def power_of(setup: Setup) -> Power | None:
+    """What the machine's file says of its power; None without a file, or if it says nothing."""
+    return None if setup.is_generated else load_machine(setup.machine).power

@@ -123,3 +123,47 @@ def test_an_interrupt_says_how_far_it_came_and_keeps_finished_schemes(monkeypatc
     assert re.search(r"interrupted in offload \(2 of 2\), after 1\d\d of \d+ transfers", err)
     assert "workers" in out
     assert "offload" not in out
+
+
+MACHINE = """\
+description = "any number of workers and memory devices"
+
+[topology]
+kind = "expanders"
+
+[link.lane]
+scope = "host"
+gbytes_per_s = { value = 10, source = "s", kind = "assumed" }
+
+[path.worker-device]
+latency_us = { value = 1, source = "s", kind = "assumed" }
+over = ["lane"]
+
+[path.device-device]
+latency_us = { value = 1, source = "s", kind = "assumed" }
+over = ["lane"]
+
+[path.worker-worker]
+latency_us = { value = 1, source = "s", kind = "assumed" }
+over = ["lane"]
+"""
+POWER = """
+[power]
+worker_watt = { value = 250, source = "data sheet", kind = "announced" }
+device_watt = { value = 20, source = "data sheet", kind = "announced" }
+"""
+
+
+def test_energy_is_shown_if_the_file_cites_power_and_memory_devices_count_if_they_are_used(tmp_path, capsys):
+    file = tmp_path / "mine.toml"
+    question = ("--machine", str(file), "--workers", "2", "--scheme", "offload,allreduce", "--tflops", "10")
+    file.write_text(MACHINE)
+    assert simulate(*question) == 0
+    assert "J a step" not in capsys.readouterr().out
+    file.write_text(MACHINE + POWER)
+    assert simulate(*question) == 0
+    assert "250 W of a worker (announced: data sheet)" in capsys.readouterr().out
+    assert simulate(*question, "--json") == 0
+    through_devices, allreduce = json.loads(capsys.readouterr().out)
+    assert through_devices["energy_j"] == pytest.approx((2 * 250 + 2 * 20) * through_devices["step_s"])
+    assert allreduce["energy_j"] == pytest.approx(2 * 250 * allreduce["step_s"])

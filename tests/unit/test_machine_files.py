@@ -334,3 +334,22 @@ def test_the_papers_machines_have_its_network(name):
     network = load_machine(name).network
     assert network.gbytes_per_s.value * 8 == 100
     assert "Table I" in network.gbytes_per_s.source
+
+
+POWER = """\
+
+[power]
+worker_watt = { value = 250, source = "s", kind = "announced" }
+device_watt = { value = 20, source = "s", kind = "assumed" }
+"""
+
+
+def test_power_is_optional_and_needs_both_figures(tmp_path):
+    assert read_machine(write(tmp_path, GOOD)).power is None
+    power = read_machine(write(tmp_path, GOOD + POWER)).power
+    assert power.energy_j(num_workers=4, num_devices=2, seconds=0.5) == (4 * 250 + 2 * 20) * 0.5
+    lines = POWER.splitlines(keepends=True)
+    with pytest.raises(ValueError, match=r"power\.device_watt is missing"):
+        read_machine(write(tmp_path, GOOD + "".join(lines[:-1])))
+    with pytest.raises(ValueError, match="value -20 is negative"):
+        read_machine(write(tmp_path, GOOD + POWER.replace("20", "-20")))
