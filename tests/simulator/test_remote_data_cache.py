@@ -500,7 +500,7 @@ def wrong_results():
     falling = dict(zip(LINKS_GBYTES_PER_S, (0.5, 1.0, 3.0, 3.0), strict=True))
     result = WorkloadResult(
         speedups=speeds,
-        remote_shares={NUMA: 0.5, SOFTWARE: 0.5, HARDWARE: 0.5},
+        remote_shares={NUMA: 0.5, SOFTWARE: 0.5, HARDWARE: 0.5, NO_COHERENCE: 0.5},
         link_speedups={
             (system, rate): falling[rate] if system == HARDWARE else 3.7
             for system in LINK_SYSTEMS

@@ -65,14 +65,21 @@ def _speedup_table(results: Results) -> StateTable:
         (
             name,
             *(f"{each.speedups[system]:.2f}" for system in _SHOWN),
-            *(f"{each.remote_shares[system]:.0%}" for system in (NUMA, HARDWARE)),
+            *(f"{each.remote_shares[system]:.0%}" for system in (NUMA, HARDWARE, NO_COHERENCE)),
             f"{each.broadcast_share:.0%}",
         )
         for name, each in results.by_name.items()
     ]
     return StateTable(
         title=f"Speed-ups over one GPU, remote accesses, and writes that are broadcast; sizes divided by {SCALE}",
-        columns=("workload", *_SHOWN, "remote, NUMA-GPU", "remote, CARVE-HWC", "broadcast writes"),
+        columns=(
+            "workload",
+            *_SHOWN,
+            "remote, NUMA-GPU",
+            "remote, CARVE-HWC",
+            "remote, CARVE without coherence",
+            "broadcast writes",
+        ),
         rows=rows,
     )
 

@@ -69,10 +69,8 @@ def sharing(results: Results) -> Iterator[Comparison]:
     yield _predicted(
         "remote accesses, CARVE",
         0.08,
-        results.remote_share(HARDWARE),
+        results.remote_share(NO_COHERENCE),
         "Fig 8",
-        reason="RandAccess, whose table no cache holds, has a third of them, and XSBench an eighth; most others are "
-        "writes, which go through to the home",
     )
     yield _predicted(
         "accesses to pages that are shared and written",

@@ -108,7 +108,9 @@ def simulate_workload(workload: Workload, machine: Machine) -> WorkloadResult:
     broadcasts = simulated.remote_outcome(HARDWARE).is_broadcast & is_counted
     return WorkloadResult(
         speedups={system: simulated.speedup(system) for system in SYSTEMS},
-        remote_shares={system: simulated.remote_share(system) for system in (NUMA, SOFTWARE, HARDWARE)},
+        remote_shares={
+            system: simulated.remote_share(system) for system in (NUMA, SOFTWARE, HARDWARE, NO_COHERENCE)
+        },
         link_speedups={
             (system, rate): simulated.speedup(system, replace(machine, link_bytes_per_s=rate * 1e9))
             for system in LINK_SYSTEMS
