@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from coarse.simulator.engine import simulate
 from coarse.simulator.studies.distributed_gpus.coalescing import (
-    PACKET_BYTES,
+    INT_BYTES,
+    LONG_BYTES,
+    PACKET_VALUES,
     Request,
     read_requests,
     write_requests,
@@ -34,7 +36,9 @@ from coarse.simulator.studies.distributed_gpus.machines import (
 from coarse.simulator.studies.distributed_gpus.transfers import MB, US
 from coarse.simulator.tasks import Task
 
-VALUE_BYTES = 4
+REQUEST_BYTES = PACKET_VALUES * LONG_BYTES
+"""Of a coalesced access in the benchmarks, whose values are `long` (Listings 6.2 and 6.3)."""
+
 Transfer = tuple[int, int, float]
 """One GPU, another, and bytes."""
 
@@ -50,23 +54,23 @@ def request_us(request: Request) -> float:
 
 def store_mbytes_per_s(stride: int, values: int = _MANY) -> float:
     """Bandwidth of stores to every `stride`-th value."""
-    requests = write_requests(range(0, values * stride * VALUE_BYTES, stride * VALUE_BYTES), VALUE_BYTES)
+    requests = write_requests(range(0, values * stride * LONG_BYTES, stride * LONG_BYTES), LONG_BYTES)
     tasks = [
         Task(name=str(number), queue="link", order=number, overhead_s=request_us(request) * US)
         for number, request in enumerate(requests)
     ]
-    return values * VALUE_BYTES / MB / simulate(tasks, {}).end_s
+    return values * LONG_BYTES / MB / simulate(tasks, {}).end_s
 
 
 def load_mbytes_per_s(stride: int, values: int = _MANY) -> float:
     """Bandwidth of loads of every `stride`-th value, at the peak rate of whole packets."""
-    requests = read_requests(range(0, values * stride * VALUE_BYTES, stride * VALUE_BYTES))
-    packet_us = PACKET_BYTES / LOAD_MBYTES_PER_S.value
+    requests = read_requests(range(0, values * stride * LONG_BYTES, stride * LONG_BYTES), LONG_BYTES)
+    packet_us = REQUEST_BYTES / LOAD_MBYTES_PER_S.value
     tasks = [
         Task(name=str(number), queue="link", order=number, overhead_s=packet_us * US)
         for number in range(len(requests))
     ]
-    return values * VALUE_BYTES / MB / simulate(tasks, {}).end_s
+    return values * LONG_BYTES / MB / simulate(tasks, {}).end_s
 
 
 def loads_in_flight_mbytes_per_s() -> float:
@@ -76,7 +80,7 @@ def loads_in_flight_mbytes_per_s() -> float:
         for number in range(_MANY)
     ]
     end_s = simulate(tasks, {}, channels={"in flight": round(OUTSTANDING_LOADS.value)}).end_s
-    return _MANY * PACKET_BYTES / MB / end_s
+    return _MANY * REQUEST_BYTES / MB / end_s
 
 
 class Program:
@@ -90,7 +94,7 @@ class Program:
 
     def store(self, transfers: Sequence[Transfer]) -> None:
         """Stores bytes: (from, to, bytes), all at once. A flag that the source sets later arrives behind them."""
-        seconds_per_byte = request_us(Request(0, PACKET_BYTES)) * US / PACKET_BYTES
+        seconds_per_byte = request_us(Request(0, REQUEST_BYTES)) * US / REQUEST_BYTES
         names = [self._transfer(each, self._awaited[each[0]], seconds_per_byte, 0.0) for each in transfers]
         for (source, _, _), name in zip(transfers, names, strict=True):
             self._awaited[source] = (*self._awaited[source], name)
@@ -162,7 +166,7 @@ class Program:
             name=self._name("flag"),
             after=self._awaited[source],
             queue="flags of the master" if 0 in (source, target) else f"flags of {target}",
-            overhead_s=request_us(Request(0, VALUE_BYTES)) * US,
+            overhead_s=request_us(Request(0, INT_BYTES)) * US,
             latency_s=STORE_US.value * US,
         )
         self.tasks.append(task)
@@ -268,7 +272,7 @@ def fastest(methods: Sequence[str], *, nbytes: float, is_all: bool = True) -> st
 
 def switch_bytes(gpus: int = 8) -> int:
     """The size from which an all-reduce by all-to-all is faster than by all-gather."""
-    below, above = VALUE_BYTES * gpus, 1 << 24
+    below, above = INT_BYTES * gpus, 1 << 24
     while above - below > 1:
         middle = (below + above) // 2
         if reduction_us("all-gather", nbytes=middle, gpus=gpus) <= reduction_us(

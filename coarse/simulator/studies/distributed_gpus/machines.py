@@ -83,12 +83,12 @@ LOAD_US = _parameter("remote load", 5.6, "us", _DOCUMENT, "section 6.6.1")
 CYCLE_NS = _parameter("cycle of the Extoll FPGA", 1000 / 175, "ns", _DOCUMENT, "section 6.6: 175 MHz")
 WIDTH_BYTES = _parameter("data path of the Extoll FPGA", 8, "B", _DOCUMENT, "section 6.6: 64 bits")
 REQUEST_CYCLES = _parameter(
-    "cycles of a request beside its data", 6, "", _FITTED, "stores of 64 B at 800 MB/s, section 6.6.2"
+    "cycles of a request beside its data", 12, "", _FITTED, "stores of 128 B at 800 MB/s, section 6.6.2"
 )
 LOAD_MBYTES_PER_S = _parameter("remote loads, peak", 600, "MB/s", _DOCUMENT, "section 6.6.2")
 OUTSTANDING_LOADS = _parameter("loads in flight", 25, "", _DOCUMENT, "section 6.6.2")
 BARRIER_US = _parameter(
-    "barrier's work inside a GPU", 2.92, "us", _FITTED, "barrier of 2 GPUs, 9 us, section 6.7.2"
+    "barrier's work inside a GPU", 2.85, "us", _FITTED, "barrier of 2 GPUs, 9 us, section 6.7.2"
 )
 BARRIER_KERNEL_US = _parameter(
     "kernel started by a kernel", 10, "us", _DOCUMENT, "section 6.7.2, 'around 10 us'"
