@@ -142,6 +142,40 @@ def test_a_ring_reduces_and_broadcasts_over_direct_links():
         replace(VOLTA, links={(0, 1): 1.0}).ring(4)
 
 
+@pytest.mark.parametrize("num_gpus", [1, 8])
+def test_nccl_gets_16_arrays_at_a_time_and_one_gpu_runs_the_same_kernels(num_gpus):
+    many = replace(SMALL, layers=[Layer(sizes=(100,) * 5)] * 7)
+    on = replace(VOLTA, memory_gbytes_per_s=1.0, dispatch_s=1e-6, hop_s=2e-6)
+    case = replace(small_training(on, num_gpus), network=many)
+    tasks = [task for task in nccl_tasks(case) if task.queue == "nccl"]
+    assert [task.name for task in tasks if task.name.startswith("all-reduce")] == [
+        f"all-reduce {number}" for number in range(3)
+    ]
+    arrays = [3, 16, 16]  # the last layers first
+    hops = {"all-reduce": 2 * (num_gpus - 1), "broadcast": num_gpus - 1}
+    for task in tasks:
+        what, number = task.name.split()
+        assert task.overhead_s == pytest.approx(1e-6 + arrays[int(number)] * hops[what] * 2e-6)
+        nbytes = 400 * arrays[int(number)]
+        assert task.nbytes == pytest.approx(2 * nbytes if num_gpus == 1 else nbytes)  # ns at 1 GB/s
+    assert training.nccl_step(case).step_s > tree_step(replace(case, num_gpus=1)).step_s
+
+
+def test_sums_and_a_backward_pass_share_their_gpu():
+    slow = replace(PASCAL, memory_gbytes_per_s=0.8, dispatch_s=0.0, copy_s=0.0)
+    times = tree_step(small_training(slow, 2)).outcome.times
+    first = times["sum 2 1 > 0"]
+    others = [times[f"backward {layer} gpu 0"] for layer in (1, 0)]
+    alone_s = slow.sum_s(SMALL.layers[2].nbytes)
+    shared_s = sum(
+        min(first.finished_s, each.finished_s) - max(first.first_byte_s, each.first_byte_s)
+        for each in others
+        if each.first_byte_s < first.finished_s and each.finished_s > first.first_byte_s
+    )
+    assert shared_s > 0
+    assert first.finished_s - first.first_byte_s == pytest.approx(alone_s + shared_s / 2)
+
+
 def test_algorithms_1_to_3_move_what_they_say():
     two = replace(
         pair("two", gbytes_per_s=1.0, host_gbytes_per_s=1.0, is_shared=False), dispatch_s=2e-6, copy_s=1e-6

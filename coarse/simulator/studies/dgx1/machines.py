@@ -13,6 +13,9 @@ from coarse.simulator.fair_sharing import Usage
 
 _BYTES_PER_S = 1e9  # for one GB/s
 
+NS_PER_S = 1e9
+"""Of the buckets whose bytes are nanoseconds of a GPU's time."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuMachine:
@@ -44,7 +47,7 @@ class GpuMachine:
 
     @property
     def capacities(self) -> dict[str, float]:
-        """Bytes per second of each bucket."""
+        """Bytes per second of each bucket; of a GPU's kernels, nanoseconds."""
         links = {
             bucket: rate * _BYTES_PER_S
             for (one, other), rate in self.links.items()
@@ -55,7 +58,8 @@ class GpuMachine:
             for switch in range(len(self.switches))
             for way in ("up", "down")
         }
-        return links | lanes
+        kernels = {f"kernels {gpu}": NS_PER_S for gpus in self.switches for gpu in gpus}
+        return links | lanes | kernels
 
     def gbytes_per_s(self, source: int, target: int) -> float:
         """Rate of the direct link; 0 without one."""
@@ -65,9 +69,17 @@ class GpuMachine:
         """The direct link from one GPU to another."""
         return ((_link(source, target), 1.0),)
 
+    def computing(self, gpu: int) -> Usage:
+        """A GPU's time, which kernels of several streams share."""
+        return ((f"kernels {gpu}", 1.0),)
+
     def sum_s(self, nbytes: float) -> float:
         """Time to add an array to another one: two are read, one is written."""
         return 3 * nbytes / (self.memory_gbytes_per_s * _BYTES_PER_S)
+
+    def move_s(self, nbytes: float) -> float:
+        """Time to copy an array within a GPU: one is read, one is written."""
+        return 2 * nbytes / (self.memory_gbytes_per_s * _BYTES_PER_S)
 
     def from_host(self, gpu: int) -> Usage:
         """The lane from the host to a GPU."""

@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from coarse.simulator.engine import Outcome, simulate
 from coarse.simulator.fair_sharing import Usage
-from coarse.simulator.studies.dgx1.machines import GpuMachine
-from coarse.simulator.studies.dgx1.networks import Layer, Network
+from coarse.simulator.studies.dgx1.machines import NS_PER_S, GpuMachine
+from coarse.simulator.studies.dgx1.networks import ITEM_BYTES, Layer, Network
 from coarse.simulator.tasks import Task
 
 _FORWARD_SHARE = 1 / 3  # a backward pass computes two products where a forward pass computes one
+
+GROUP_ARRAYS = 16
+"""Arrays that MXNet gives to NCCL together, by default (`MXNET_UPDATE_AGGREGATION_SIZE` in its `model.py`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,15 +79,17 @@ def tree_step(training: Training) -> StepTimes:
     """A step in which gradients go up a tree to GPU 0, and weights from there to all GPUs.
 
     A GPU sends one copy at a time. Gradients of a layer start when its backward pass ends, so the tree overlaps with
-    the backward pass. GPU 0 sends weights when its backward pass has ended: WU follows BP.
+    the backward pass. Sums and the backward pass share a GPU that has both. GPU 0 sends weights when its backward
+    pass has ended: WU follows BP.
     """
     return _simulated(training, tree_tasks(training))
 
 
 def nccl_step(training: Training) -> StepTimes:
-    """A step in which one ring reduces gradients during the backward pass, then broadcasts weights.
+    """A step in which one ring reduces gradients, and a chain broadcasts weights, during the backward pass (2.2.4).
 
-    A collective of each array follows the other on one stream: a dispatch, the latencies of its hops, its bytes.
+    Arrays come in groups, which follow each other on one stream: a dispatch for the group, the latencies of the hops
+    of each array, and its bytes. One GPU runs the same kernels, in its own memory (2.2.3).
     """
     return _simulated(training, nccl_tasks(training))
 
@@ -117,9 +123,8 @@ def _simulated(training: Training, tasks: list[Task]) -> StepTimes:
         step_s=outcome.end_s,
         input_s=seconds["input"],
         exchange_s=seconds["copy"],
-        sum_s=sum(
-            task.overhead_s for task in tasks if task.name.startswith("sum") and task.name.endswith("> 0")
-        ),
+        sum_s=sum(task.nbytes for task in tasks if task.name.startswith("sum") and task.name.endswith("> 0"))
+        / NS_PER_S,
         outcome=outcome,
     )
 
@@ -144,10 +149,14 @@ def _computation(training: Training) -> Iterator[Task]:
         )
         before = f"forward {gpu}"
         for number, layer in _backward(training.network):
-            yield Task(
-                name=_gradient(number, gpu), after=(before,), overhead_s=backward_s * layer.work / work
-            )
+            seconds = backward_s * layer.work / work
+            yield _kernel(training.machine, gpu, _gradient(number, gpu), (before,), seconds)
             before = _gradient(number, gpu)
+
+
+def _kernel(machine: GpuMachine, gpu: int, name: str, after: tuple[str, ...], seconds: float) -> Task:
+    """A kernel that takes `seconds` if it has the GPU for itself."""
+    return Task(name=name, after=after, nbytes=NS_PER_S * seconds, usage=machine.computing(gpu))
 
 
 def _backward(network: Network) -> list[tuple[int, Layer]]:
@@ -167,10 +176,12 @@ def _tree(training: Training) -> Iterator[Task]:
             ends = (source, target)
             legs = _copy(machine, layer, f"gradient {number}", order, ends, [ready[source]])
             yield from legs
-            added = Task(
-                name=f"sum {number} {source} > {target}",
-                after=(ready[target], legs[-1].name),
-                overhead_s=machine.sum_s(layer.nbytes),
+            added = _kernel(
+                machine,
+                target,
+                f"sum {number} {source} > {target}",
+                (ready[target], legs[-1].name),
+                machine.sum_s(layer.nbytes),
             )
             yield added
             ready[target] = added.name
@@ -226,40 +237,53 @@ def _copy(
     return tasks
 
 
+class _Group(NamedTuple):
+    """Neighbouring arrays that NCCL gets together: the first one's layer, their number and bytes."""
+
+    layer: int
+    num_arrays: int
+    nbytes: float
+
+
+def _groups(network: Network) -> list[_Group]:
+    """Groups in the order of the backward pass; MXNet counts arrays from the first layer on."""
+    arrays = [(number, size) for number, layer in enumerate(network.layers) for size in layer.sizes]
+    groups = [arrays[first : first + GROUP_ARRAYS] for first in range(0, len(arrays), GROUP_ARRAYS)]
+    return [
+        _Group(group[0][0], len(group), ITEM_BYTES * sum(size for _, size in group)) for group in groups[::-1]
+    ]
+
+
 def _rings(training: Training) -> Iterator[Task]:
     machine, num_gpus = training.machine, training.num_gpus
-    if num_gpus == 1:
-        return
-    hops = list(pairwise((*machine.ring(num_gpus), 0)))
+    hops = list(pairwise((*machine.ring(num_gpus), 0))) if num_gpus > 1 else []
     reduced = tuple(
         (bucket, 2 * (num_gpus - 1) / num_gpus) for hop in hops for bucket, _ in machine.direct(*hop)
     )
     chain = tuple((bucket, 1.0) for hop in hops[:-1] for bucket, _ in machine.direct(*hop))
-    for order, (number, layer) in enumerate(_backward(training.network)):
-        gradients = tuple(_gradient(number, gpu) for gpu in range(training.num_gpus))
-        one = _collective(
-            machine, layer, f"all-reduce {number}", order, gradients, reduced, 2 * (num_gpus - 1)
-        )
-        yield one
-        after = (one.name, _gradient(0, 0))
-        yield _collective(machine, layer, f"broadcast {number}", order, after, chain, num_gpus - 1)
+    for order, group in enumerate(_groups(training.network)):
+        gradients = tuple(_gradient(group.layer, gpu) for gpu in range(num_gpus))
+        name = f"all-reduce {order}"
+        yield _collective(machine, group, name, order, gradients, reduced, 2 * (num_gpus - 1))
+        yield _collective(machine, group, f"broadcast {order}", order, (name,), chain, num_gpus - 1)
 
 
 def _collective(
     machine: GpuMachine,
-    layer: Layer,
+    group: _Group,
     name: str,
     order: int,
     after: tuple[str, ...],
     usage: Usage,
     num_hops: int,
 ) -> Task:
+    """Over the links of `usage`; without one, in the memory of GPU 0."""
     return Task(
         name=name,
         after=after,
         queue="nccl",
         order=order,
-        overhead_s=layer.num_arrays * (machine.dispatch_s + num_hops * machine.hop_s),
-        nbytes=layer.nbytes,
-        usage=usage,
+        overhead_s=machine.dispatch_s + group.num_arrays * num_hops * machine.hop_s,
+        nbytes=group.nbytes if usage else NS_PER_S * machine.move_s(group.nbytes),
+        usage=usage or machine.computing(0),
     )

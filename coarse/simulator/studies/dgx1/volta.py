@@ -28,22 +28,25 @@ def network(name: str) -> Network:
 def slow_down() -> float:
     """How much longer a step's host and computation take under NCCL, from GoogLeNet on one GPU, batch 16."""
     name, batch = _FITTED_OVERHEAD
-    return 1 + figures.NCCL_OVERHEADS[name][batch] / 100
+    training = volta_training(name, 1, batch)
+    return solve(
+        lambda factor: _overhead_percent(training, factor), figures.NCCL_OVERHEADS[name][batch], 1.0, 2.0
+    )
 
 
-def compute_s(name: str) -> float:
-    """Computation of a V100 with a batch of 16: a P100's, by the rate of both; of Inception-v3, by its operations."""
+def compute_s(name: str, batch: int) -> float:
+    """Computation of a V100: a P100's, by the rate of both; of Inception-v3, by its operations."""
     if name == "Inception-v3":
-        return compute_s("GoogLeNet") * network(name).work / network("GoogLeNet").work
-    return pascal_step_s(name, 16) * figures.P100_TFLOPS / figures.V100_TFLOPS
+        return compute_s("GoogLeNet", batch) * network(name).work / network("GoogLeNet").work
+    return pascal_step_s(name, batch) * figures.P100_TFLOPS / figures.V100_TFLOPS
 
 
 def volta_training(name: str, num_gpus: int, batch: int = 16) -> Training:
-    """Training on DGX-1 with V100; batches other than 16 for LeNet alone."""
+    """Training on DGX-1 with V100."""
     bare = _bare(name, num_gpus, batch)
     if name == "LeNet":
         return replace(bare, compute_s=_lenet_compute_s(), issue_s=_lenet_issue_s())
-    return replace(bare, compute_s=compute_s(name) - bare.input_s())
+    return replace(bare, compute_s=compute_s(name, batch) - bare.input_s())
 
 
 def _bare(name: str, num_gpus: int, batch: int = 16) -> Training:
@@ -52,10 +55,17 @@ def _bare(name: str, num_gpus: int, batch: int = 16) -> Training:
 
 def nccl_s(training: Training) -> float:
     """A step under NCCL."""
-    slow = slow_down()
-    return nccl_step(
-        replace(training, compute_s=slow * training.compute_s, issue_s=slow * training.issue_s)
-    ).step_s
+    return _slowed_s(training, slow_down())
+
+
+def _slowed_s(training: Training, factor: float) -> float:
+    """A step under NCCL whose host and computation take `factor` times as long."""
+    slowed = replace(training, compute_s=factor * training.compute_s, issue_s=factor * training.issue_s)
+    return nccl_step(slowed).step_s
+
+
+def _overhead_percent(training: Training, factor: float) -> float:
+    return 100 * (_slowed_s(training, factor) / tree_step(training).step_s - 1)
 
 
 def _lenet_issue_s() -> float:
@@ -124,7 +134,7 @@ def nccl_overheads() -> Iterator[Comparison]:
             yield Comparison(
                 what=f"{name}, batch {batch}, 1 GPU, NCCL's overhead",
                 document=percent,
-                simulated=100 * (slow_down() - 1),
+                simulated=_overhead_percent(volta_training(name, 1, batch), slow_down()),
                 unit="%",
                 source="Table 2.8",
                 basis=Basis.FITTED if (name, batch) == _FITTED_OVERHEAD else Basis.PREDICTED,
