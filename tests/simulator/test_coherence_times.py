@@ -11,7 +11,7 @@ from coarse.simulator.studies.coherence.mgcc import Mgcc
 from coarse.simulator.studies.coherence.operations import Kind, Shape
 from coarse.simulator.studies.coherence.timing import Instruction, Machine, Speeds
 from coarse.simulator.studies.coherence.uncoherent import Uncoherent
-from coarse.simulator.studies.coherence.xtreme import Vectors, xtreme1, xtreme2, xtreme3
+from coarse.simulator.studies.coherence.xtreme import XTREME_SHAPE, Vectors, xtreme1, xtreme2, xtreme3
 
 FREE = {"L2 up": (0, 5), "L2 down": (0, 5), "channel": (0, 0), "memory": (0, 100)}
 ONE_CU = Shape(cus_per_gpu=1)
@@ -103,7 +103,7 @@ def test_memory_has_the_lines_of_a_search_that_a_level_reaches_first():
 
 def test_private_rewrites_share_no_line_and_the_others_do():
     def sharers(kernel_list):
-        order = [gpu * 4 + cu for cu in range(4) for gpu in range(4)] * 2  # 2 wavefronts of a CU
+        order = [gpu * 4 + cu for cu in range(4) for gpu in range(4)] * 8  # wavefronts of a CU
         found = {}
         for kernel in kernel_list:
             for cu, wavefront in zip(order, kernel, strict=True):
@@ -133,11 +133,13 @@ def test_xtremes_vectors_fit_into_the_caches_that_the_document_names():
     l1, l2 = (
         ways * sets * caches
         for ways, sets, caches in (
-            (SHAPE.l1_ways, SHAPE.l1_sets, SHAPE.cus_per_gpu),
-            (SHAPE.l2_ways, SHAPE.l2_sets, SHAPE.banks),
+            (XTREME_SHAPE.l1_ways, XTREME_SHAPE.l1_sets, XTREME_SHAPE.cus_per_gpu),
+            (XTREME_SHAPE.l2_ways, XTREME_SHAPE.l2_sets, XTREME_SHAPE.banks),
         )
     )
-    lines = {kbytes: 3 * Vectors(kbytes).slice_lines * SHAPE.cus_per_gpu for kbytes in (768, 1536, 24576)}
+    lines = {
+        kbytes: 3 * Vectors(kbytes).slice_lines * XTREME_SHAPE.cus_per_gpu for kbytes in (768, 1536, 24576)
+    }
     assert lines[768] <= l1 < lines[1536] <= l2 < lines[24576]
     with pytest.raises(ValueError, match="100 KB are no whole number of wavefronts"):
         Vectors(100)

@@ -58,6 +58,7 @@ def simulate(
     rules: Rules = PRINTED,
     resident: int = RESIDENT,
     keeps_caches: bool = False,
+    shape: Shape = SHAPE,
 ) -> Outcome:
     """Runs kernels on one of the configurations of section 4.3.1, or on "RDMA".
 
@@ -68,11 +69,12 @@ def simulate(
         gbytes_per_s: Bandwidth of a GPU's link to shared memory.
         rules: Of MGCC.
         resident: Wavefronts that a CU runs at a time.
+        shape: Caches and CUs of a GPU.
 
     Raises:
         ValueError: If no configuration has that name.
     """
-    protocol = _protocol(configuration, replace(SHAPE, num_gpus=num_gpus), rules)
+    protocol = _protocol(configuration, replace(shape, num_gpus=num_gpus), rules)
     in_order = configuration.endswith("SC")
     speeds = Speeds(
         parts=parts(gbytes_per_s),

@@ -10,17 +10,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from coarse.simulator.studies.coherence.kernels import LANES, LINE_ELEMENTS
-from coarse.simulator.studies.coherence.machines import SHAPE
+from coarse.simulator.studies.coherence.machines import SHAPE, SHARE
+from coarse.simulator.studies.coherence.operations import LINE_BYTES
 from coarse.simulator.studies.coherence.timing import Instruction, Kernel, Wavefront
 
-SCALE = 64
-"""The document's vectors over ours."""
+SCALE = SHARE
+"""The document's vectors, and caches of a GPU, over ours: as CUs and bandwidths, so that a CU has its own of each."""
+
+XTREME_SHAPE = replace(SHAPE, l1_sets=64, l2_sets=64)
+"""Caches as Table 3.1: an L1 of 16 KB for each CU, L2 for each GPU divided by SCALE."""
 
 RESIDENT = 40
 """Wavefronts of a CU at a time: GCN's, which the document's simulator models (recalled)."""
 
 _VECTORS = 3
 _LINES_OF_LANES = LANES // LINE_ELEMENTS
+_LEAST_KBYTES = SCALE * _VECTORS * SHAPE.cus_per_gpu * _LINES_OF_LANES * LINE_BYTES // 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +47,11 @@ class Vectors:
     """
 
     def __init__(self, kbytes: int) -> None:
-        lines = kbytes * 1024 // SCALE // 64
+        lines = kbytes * 1024 // SCALE // LINE_BYTES
         self.slice_lines, rest = divmod(lines, _VECTORS * SHAPE.cus_per_gpu)
         if rest or self.slice_lines % _LINES_OF_LANES:
             raise ValueError(
-                f"{kbytes} KB are no whole number of wavefronts for each CU; use a multiple of 192"
+                f"{kbytes} KB are no whole number of wavefronts for each CU; use a multiple of {_LEAST_KBYTES}"
             )
         self.a, self.b, self.c = (number * self.slice_lines * SHAPE.num_cus for number in range(_VECTORS))
 
