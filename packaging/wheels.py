@@ -32,6 +32,14 @@ from toolchain import ARCHITECTURES, GLIBC, Toolchain, ToolchainError, check_sym
 
 ROOT = Path(__file__).parents[1]
 _REQUIREMENTS = ("setuptools>=77", "pybind11>=3.0")
+_AUDITWHEEL = """
+import platform, sys
+machine = sys.argv.pop(1)
+platform.machine = lambda: machine
+from auditwheel.main import main
+sys.exit(main())
+"""
+"""auditwheel, which takes the platforms of this machine's processor alone, as if on a machine of another."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -139,9 +147,8 @@ def _check_modules(wheel: Path) -> None:
 def _repaired(wheel: Path, architecture: str, folder: Path) -> Path:
     plat = f"manylinux_{GLIBC.replace('.', '_')}_{architecture}"
     foreign = [word for library in frameworks.FOREIGN_LIBRARIES for word in ("--exclude", library)]
-    _run(
-        [sys.executable, "-m", "auditwheel", "repair", "--plat", plat, *foreign, "--wheel-dir", folder, wheel]
-    )
+    auditwheel = [sys.executable, "-c", _AUDITWHEEL, architecture]
+    _run([*auditwheel, "repair", "--plat", plat, *foreign, "--wheel-dir", folder, wheel])
     (repaired,) = folder.glob("*.whl")
     return repaired
 
