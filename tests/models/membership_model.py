@@ -93,10 +93,8 @@ FULL = [
     Bounds(steps=3, founders=0b011, deaths=1, joins=1),
     Bounds(steps=4, deaths=1, joins=1),
     Bounds(steps=3, shards=1, deaths=1, joins=1, model=BUILT),
-    Bounds(steps=3, shards=1, deaths=1, joins=1, model=BUILT, is_lazy=True),
-    Bounds(steps=3, shards=1, founders=0b011, deaths=1, joins=1, model=BUILT),
-    Bounds(steps=3, shards=1, founders=0b011, joins=1, device_deaths=1, model=BUILT),
-    Bounds(steps=4, shards=1, deaths=2, joins=2, model=BUILT, is_lazy=True, bits=26),
+    Bounds(steps=2, shards=1, founders=0b011, deaths=1, joins=1, model=BUILT),
+    Bounds(steps=2, shards=1, founders=0b011, joins=1, device_deaths=1, model=BUILT),
     Bounds(steps=4, deaths=2, joins=2, device_deaths=1, bits=26),
 ]
 """Bounds of `make model`, exhaustive but for the last."""
