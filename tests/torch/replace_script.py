@@ -37,6 +37,7 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.moved = nn.Parameter(torch.zeros(1))
+        self.frozen = nn.Parameter(torch.randn(5), requires_grad=False)
         self.layers = nn.Sequential(nn.Linear(8, 300), nn.BatchNorm1d(300), nn.ReLU(), nn.Linear(300, 4))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
