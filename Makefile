@@ -30,7 +30,7 @@ train-tf: $(INSTALLED)  ## Train the digits with Keras, on workers of COARSE and
 experiments: $(INSTALLED)  ## Run the paper's experiments and rewrite their tables of results (minutes).
 	$(BIN)/python -m experiments
 
-gpu: $(INSTALLED)  ## Run what only a GPU decides: tests and benchmarks, in a table beside their aims (half an hour).
+gpu: $(INSTALLED)  ## Run what only a GPU decides: tests and benchmarks, in a table beside their aims (ten minutes).
 	$(BIN)/python benchmarks/gpu_report.py
 
 docs: $(INSTALLED)  ## Build the documentation as a site in build/site; broken links are errors.
@@ -42,7 +42,7 @@ model:  ## Check the model of membership changes by Spin (minutes; skipped where
 wheels: $(INSTALLED)  ## Build a wheel for this Python into dist/, for C libraries from glibc 2.28 on (minutes).
 	$(BIN)/python packaging/wheels.py
 
-wheels-all: $(INSTALLED)  ## Build wheels for CPython 3.10 to 3.14 into dist/ (half an hour).
+wheels-all: $(INSTALLED)  ## Build wheels for CPython 3.10 to 3.14 into dist/ (ten minutes).
 	$(BIN)/python packaging/wheels.py --python all
 
 quick: $(INSTALLED)  ## Run ruff, the unit tests and the core of the multi-process tests: the loop while you work.

@@ -506,5 +506,6 @@ class _RollCall:
 
 
 def _start_time(pid: int) -> int:
-    # Field 22 of proc(5), counted after the command, which may contain spaces and parentheses.
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    # Field 22 of proc(5), counted after the command, which may contain spaces and parentheses. Of the first thread,
+    # because QEMU in user mode invents what a process reads about itself in /proc/PID/stat.
+    return int(Path(f"/proc/{pid}/task/{pid}/stat").read_text().rpartition(")")[2].split()[19])

@@ -12,7 +12,7 @@ from coarse.store import DirectoryStore
 identity = WorkerIdentity.from_environment()
 with Session.join(identity=identity, store=DirectoryStore(sys.argv[1])) as session:
     for dtype in (np.float32, np.float16, np.int64):
-        values = np.arange(10_000).astype(dtype) % 100 * 2**identity.rank
+        values = (np.arange(10_000) % 100 * 2**identity.rank).astype(dtype)
         session.all_reduce(values)
         assert (values == np.arange(10_000) % 100 * 3).all()
     print(
