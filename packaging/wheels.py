@@ -8,7 +8,7 @@
 `toolchain.py` says what compiles, `pythons.py` where the headers of other Pythons come from, `frameworks.py` what a
 wheel contains for PyTorch and TensorFlow. auditwheel refuses a wheel with symbols that manylinux_2_28 lacks. A wheel
 for another processor uses the same headers, because those of all 64-bit processors give an extension the same. All
-happens in the folder `--cache`, always under the same names, by which zig finds what it has compiled.
+happens in the folder `--cache`, always under the same names, by which zig finds what it compiled for another Python.
 """
 
 from __future__ import annotations
