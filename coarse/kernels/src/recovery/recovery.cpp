@@ -26,8 +26,9 @@ void note(UpdateRecord& record, const TensorGroup& group, std::uint32_t shard) n
 void contributeForAll(const TensorGroup& group, std::uint32_t shard) noexcept {
   for (std::size_t client = 0; client < group.plan().numClients; ++client) {
     const bool hasGradient = !group.isLost(client) && group.settings(shard, client).hasGradient != 0;
-    group.control().contribution(shard, client).flags =
-        static_cast<std::uint8_t>(kUpdate | kReduced | (hasGradient ? kPresent : 0));
+    Contribution& contribution = group.control().contribution(shard, client);
+    contribution.flags = static_cast<std::uint8_t>(kUpdate | kReduced | (hasGradient ? kPresent : 0));
+    contribution.numElements = 0;  // no memory device stands in for a client
   }
 }
 
