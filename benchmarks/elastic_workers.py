@@ -1,4 +1,4 @@
-"""One worker of `benchmarks/elastic.py`: trains until a step, and writes when each of its steps began and ended.
+"""One worker of `benchmarks/elastic.py` or `new_worker.py`: trains, and writes the time of each of its steps.
 
     python benchmarks/elastic_workers.py SYSTEM --place N --folder FOLDER --last-step N --model NAME --batch N
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,7 +34,12 @@ class StepLog:
 
     def __init__(self, folder: Path, place: int) -> None:
         (folder / f"pid-{place}").write_text(str(os.getpid()))
+        self._built = folder / f"built-{place}"
         self._file = (folder / f"steps-{place}.jsonl").open("a", buffering=1)
+
+    def note_built(self) -> None:
+        """Writes when this worker has its model, into FOLDER/built-PLACE."""
+        self._built.write_text(str(time.monotonic()))
 
     def write(self, step: int, began_s: float, *, counted: bool = True) -> None:
         """Writes the line of a step that ends now."""
@@ -55,6 +61,33 @@ def train_with_coarse(workload: Workload, log: StepLog, arguments: argparse.Name
     optimizer = torch.optim.AdamW(workload.module.parameters(), lr=LEARNING_RATE)
     optimizer = coarse.torch.DistributedOptimizer(optimizer, module)
     for step in range(arguments.last_step):
+        began_s = time.monotonic()
+        train_step(workload, module, optimizer, step)
+        log.write(step, began_s)
+
+
+def train_with_replacement(workload: Workload, log: StepLog, arguments: argparse.Namespace) -> None:
+    """As with COARSE, until a new worker has been there for so many steps; under `--on-loss replace`."""
+    import coarse.torch
+
+    coarse.torch.init_process_group()
+    module = coarse.torch.DistributedDataParallel(workload.module)
+    optimizer = torch.optim.AdamW(workload.module.parameters(), lr=LEARNING_RATE)
+    optimizer = coarse.torch.DistributedOptimizer(optimizer, module)
+    session = module.session
+    is_new = session.is_newcomer
+    log.note_built()
+    step = session.join_training()
+    last = step + 1 + arguments.steps_with_newcomer if is_new else sys.maxsize
+
+    def note_change(members: tuple[int, ...]) -> None:
+        nonlocal last
+        if len(members) > arguments.min_workers:
+            last = step + arguments.steps_with_newcomer
+
+    session.on_change(note_change)
+    while step < last:
+        step += 1
         began_s = time.monotonic()
         train_step(workload, module, optimizer, step)
         log.write(step, began_s)
@@ -126,6 +159,7 @@ def load_state(workload: Workload, optimizer: Any, state: dict[str, Any]) -> Non
 
 SYSTEMS: dict[str, Callable[[Workload, StepLog, argparse.Namespace], None]] = {
     "coarse": train_with_coarse,
+    "coarse-replace": train_with_replacement,
     "torchft": train_with_torchft,
     "torchrun": train_with_torch,
 }
@@ -154,6 +188,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--last-step", type=int, required=True)
     parser.add_argument("--min-workers", type=int, required=True)
+    parser.add_argument("--steps-with-newcomer", type=int, default=200)
     parser.add_argument("--model", required=True)
     parser.add_argument("--batch", type=int, required=True)
     parser.add_argument("--sequence", type=int, required=True)
