@@ -87,12 +87,15 @@ class Terminal:
         self.resize(30, 100)
         self.modes = termios.tcgetattr(self._inside)
         self.shown = ""
+        variables = environment(TERM="xterm-256color", ENV="", PS1="ready> ")
+        for size in ("COLUMNS", "LINES"):  # which pytest-xdist sets; they would count more than the terminal
+            variables.pop(size, None)
         self.process = subprocess.Popen(
             command,
             stdin=self._inside,
             stdout=self._inside,
             stderr=self._inside,
-            env=environment(TERM="xterm-256color", ENV="", PS1="ready> "),
+            env=variables,
             start_new_session=True,
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
         )
@@ -288,7 +291,7 @@ def test_other_nodes_are_shown_by_their_metrics(two_nodes):
     lines = top_once(job, "--metrics", node, "--metrics", "127.0.0.1:1")
     rows = {line.split()[0]: line for line in lines if line}
     assert f"slow: on {node}" in rows["1"]
-    assert re.search(r"^1 +\d+ [\d.]+ ms [\d.]+ ms +\d+% +\d+ ", rows["1"])
+    assert re.search(r"^1 +\d+ +[\d.]+ ms +[\d.]+ ms +\d+% +\d+ ", rows["1"])
     assert any(re.match(rf"{node} md0 +- +\d+% ", line) for line in lines)
     assert any(re.match(r"worker 1 to 127\S+ md0 +[\d.]+ [kM]B/s", line) for line in lines)
     assert not any(line.startswith("not shown") for line in lines)
