@@ -259,19 +259,25 @@ def in_ms(seconds: list[float]) -> str:
     return f"{statistics.median(seconds) * 1e3:.1f}{worst}"
 
 
-def main() -> None:
+def parser_of_plans(description: str) -> argparse.ArgumentParser:
+    """Reads what all jobs of a benchmark share."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="digits")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--sequence", type=int, default=32)
     parser.add_argument("--workers", type=int, default=3)
     parser.add_argument("--before", type=int, default=300, help="steps before the kill")
-    parser.add_argument("--after", type=int, default=300, help="steps after it")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     parser.add_argument("--json", type=Path, help="append a record a job")
+    return parser
+
+
+def main() -> None:
+    parser = parser_of_plans(__doc__ or "")
+    parser.add_argument("--after", type=int, default=300, help="steps after it")
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     arguments = parser.parse_args()
     console = Console(width=110)
     names = ("model", "batch", "sequence", "workers", "before", "after")

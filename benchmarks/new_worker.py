@@ -11,7 +11,6 @@ All figures are measured.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import tempfile
@@ -28,6 +27,7 @@ from elastic import (
     failure,
     in_ms,
     kill_the_victim,
+    parser_of_plans,
     read_steps,
     start,
 )
@@ -113,17 +113,7 @@ def print_table(plan: Plan, entries: list[Entry], console: Console) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", default="digits")
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--sequence", type=int, default=32)
-    parser.add_argument("--workers", type=int, default=3)
-    parser.add_argument("--before", type=int, default=300, help="steps before the kill")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="append a record a job")
-    arguments = parser.parse_args()
+    arguments = parser_of_plans(__doc__ or "").parse_args()
     console = Console(width=110)
     names = ("model", "batch", "sequence", "workers", "before")
     plan = Plan(**{name: getattr(arguments, name) for name in names}, after=0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from coarse.client.connection import DeviceConnection, check_peers, send_to_all
@@ -39,10 +39,7 @@ class Position:
 
     def to_json(self) -> bytes:
         """The form in which members store it."""
-        fields = {
-            name: getattr(self, name) for name in ("members", "num_steps", "steps", "buffers", "next_group")
-        }
-        return json.dumps(fields).encode()
+        return json.dumps(asdict(self)).encode()
 
     @classmethod
     def from_json(cls, text: bytes) -> Position:
