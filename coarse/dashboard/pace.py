@@ -28,7 +28,8 @@ class StepTimes:
 class Pace:
     """Averages the newest readings of a job: those of 5 s, or of two steps if these take longer, at most of 30 s.
 
-    It begins again when counters do, as with each attempt of a job.
+    The first reading alone is averaged over all steps before it. A pace begins again when counters do, as with each
+    attempt of a job.
     """
 
     def __init__(self) -> None:
@@ -52,7 +53,7 @@ class Pace:
         return self._ends()[1]
 
     def rates(self, name: str, *by: str) -> dict[tuple[str, ...], float]:
-        """Growth per second of a counter's sums by some of its labels; 0.0 before the second reading."""
+        """Growth per second of a counter's sums by some of its labels; 0.0 before the first step has ended."""
         first, last = (each.by(name, *by) for each in self._ends())
         return {key: self._per_second(value - first.get(key, 0.0)) for key, value in last.items()}
 
@@ -86,8 +87,14 @@ class Pace:
         return seconds >= _LONGEST_WINDOW_S or (seconds >= _WINDOW_S and steps >= _LEAST_STEPS)
 
     def _per_second(self, grown: float) -> float:
-        seconds = self._readings[-1].taken_s - self._readings[0].taken_s if self._readings else 0.0
-        return max(0.0, grown) / seconds if seconds > 0 else 0.0
+        return max(0.0, grown) / self._window_s if self._window_s > 0 else 0.0
+
+    @property
+    def _window_s(self) -> float:
+        """The time from the first to the last of _ends()."""
+        if len(self._readings) > 1:
+            return self._readings[-1].taken_s - self._readings[0].taken_s
+        return self.counters.largest("coarse_step_seconds_sum")
 
     def _grown(self, name: str, **labels: str) -> float:
         first, last = (each.total(name, **labels) for each in self._ends())

@@ -221,6 +221,7 @@ def test_a_job_that_runs_already_is_shown_and_a_stopped_worker_told(tmp_path):
         with showing(job) as url:
             sample, _ = wait_for(url, trains)
             assert sample["devices"][0]["reserved_bytes"] > 0
+            assert all(link["bytes_per_s"] > 0 for link in sample["links"]), "of the first steps that are seen"
             pid = sample["workers"][1]["pid"]
             os.kill(pid, signal.SIGSTOP)
             wait_until_told(url, f"worker 1 (pid {pid}) does not answer: it is stopped")

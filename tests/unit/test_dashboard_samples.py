@@ -130,6 +130,13 @@ def test_rates_are_those_of_the_last_seconds():
     assert rate == pytest.approx(60 / 5)
 
 
+def test_the_first_reading_of_a_job_that_trains_has_rates():
+    name = 'coarse_samples_total{worker="0"}'
+    pace = Pace()
+    pace.follow(reading(100, **steps(10, 5.0), **{name: 640.0}))
+    assert pace.rates("coarse_samples_total", "worker") == {("0",): 128.0}
+
+
 def test_slow_steps_are_averaged_over_two_of_them():
     name = 'coarse_samples_total{worker="0"}'
     pace = Pace()
