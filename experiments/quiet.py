@@ -11,6 +11,7 @@ from typing import TypeVar
 import psutil
 
 from coarse.bench.harness.commands import BenchError
+from coarse.cli.workers.processes import become_subreaper
 
 MOST_BUSY = 0.1
 """Largest accepted share of the processors' time that other work takes."""
@@ -21,6 +22,8 @@ ATTEMPTS = 4
 """How often a measurement that other work has disturbed is made, before it is refused."""
 
 _SAMPLE_S = 1.0
+_ORPHANS_END_S = 5.0
+"""How long the end of processes is waited for whose parent has ended."""
 
 
 class BusyMachineError(BenchError):
@@ -45,7 +48,8 @@ def require_quiet(what: str, *, most_busy: float = MOST_BUSY, sample_s: float = 
 def quiet_throughout(what: str, *, most_busy: float = MOST_BUSY) -> Iterator[None]:
     """Refuses the measurement within the context if other work took the processors meanwhile.
 
-    The measurement's own work is that of this process, and of child processes that have ended in the context.
+    The measurement's own work is that of this process, and of its descendants that have ended in the context. Memory
+    devices may end after the worker that has started them: this process adopts them, and waits for their end.
 
     Args:
         what: The measurement, for the error.
@@ -54,8 +58,11 @@ def quiet_throughout(what: str, *, most_busy: float = MOST_BUSY) -> Iterator[Non
     Raises:
         BusyMachineError: At the end, if other work took more.
     """
+    become_subreaper()
+    own_processes = _children()
     began_s, all_before_s, own_before_s = time.monotonic(), _busy_s(), _own_s()
     yield
+    psutil.wait_procs(_children() - own_processes, timeout=_ORPHANS_END_S)
     others_s = (_busy_s() - all_before_s) - (_own_s() - own_before_s)
     available_s = (time.monotonic() - began_s) * (psutil.cpu_count() or 1)
     _refuse(what, others_s / available_s, most_busy)
@@ -77,6 +84,10 @@ def measure_in_quiet(what: str, measure: Callable[[], T], *, most_busy: float = 
             return measure()
     with quiet_throughout(what, most_busy=most_busy):
         return measure()
+
+
+def _children() -> set[psutil.Process]:
+    return set(psutil.Process().children())
 
 
 def _busy_s() -> float:

@@ -68,5 +68,18 @@ def test_the_measurements_own_work_does_not_count(monkeypatch):
     assert told[0] < told[1]
 
 
+def test_the_work_of_orphans_is_the_measurements_own(monkeypatch):
+    spins = "import time; end = time.process_time() + 1.0\nwhile time.process_time() < end: pass"
+    leaves = f"import subprocess, sys; subprocess.Popen([sys.executable, '-S', '-c', {spins!r}])"
+    before_s = quiet._own_s()
+    told = []
+    monkeypatch.setattr(
+        quiet, "_refuse", lambda what, busy, most_busy: told.append(quiet._own_s() - before_s)
+    )
+    with quiet_throughout("whose child leaves a child"):
+        subprocess.run([sys.executable, "-S", "-c", leaves], check=True)
+    assert told[0] >= 1.0
+
+
 def test_work_within_the_accepted_share_is_no_error():
     require_quiet("trial", most_busy=1.0, sample_s=0.1)
