@@ -6,6 +6,7 @@ import contextlib
 import gc
 import hashlib
 import io
+import itertools
 import logging
 import os
 import tempfile
@@ -865,6 +866,34 @@ def generators_that_end(strategy: Any) -> dict[str, Any]:
     }
 
 
+def unlike_numbers_of_batches(strategy: Any) -> dict[str, Any]:
+    """Six batches of worker 0 beside four of worker 1; one process has the rows of both in a batch."""
+    x, y = inputs()
+    rows = [range(start, start + 8) for start in range(0, 80, 8)]
+    shares = [rows[:6], rows[6:]]
+    if strategy.num_replicas_in_sync == 1:
+        shares = [[[*one, *other] for one, other in itertools.zip_longest(*shares, fillvalue=())]]
+
+    def share(context: Any) -> Any:
+        batches = shares[context.input_pipeline_id]
+        kinds = (tf.TensorSpec((None, 8), tf.float32), tf.TensorSpec((None, 1), tf.float32))
+        return tf.data.Dataset.from_generator(
+            lambda: ((x[list(each)], y[list(each)]) for each in batches), output_signature=kinds
+        )
+
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.01), "mse", metrics=["mae"])
+    history = model.fit(strategy.distribute_datasets_from_function(share), epochs=2, verbose=0).history
+    return {
+        "digest": digest(model),
+        "weights": np.concatenate([weight.ravel() for weight in model.get_weights()]).tolist(),
+        "loss": [float(each) for each in history["loss"]],
+        "mae": [float(each) for each in history["mae"]],
+    }
+
+
 def models_one_after_another(strategy: Any) -> dict[str, Any]:
     """A search: models of unlike sizes, which workers give up and collect at different times, and train meanwhile."""
     x, y = inputs()
@@ -1137,6 +1166,7 @@ SCENARIOS: dict[str, Callable[[Any], dict[str, Any]]] = {
         files_of_callbacks,
         shuffled_by_seeds_of_its_own,
         generators_that_end,
+        unlike_numbers_of_batches,
         metrics_of_the_guide,
         saved_by_all,
         without_compiler,

@@ -33,6 +33,7 @@ TRAINED_BY_KERAS = LIKE_ONE_PROCESS[:-5]
 SCENARIOS = [
     *LIKE_ONE_PROCESS,
     "fewer_rows_than_workers",
+    "unlike_numbers_of_batches",
     "shuffled_and_clipped",
     "mixed_precision",
     "saving",
@@ -368,6 +369,13 @@ def test_every_row_of_uneven_batches_counts_alike_in_weights_losses_and_metrics(
         for name, expected in alone.items():
             for kind, values in expected.items():
                 assert worker[name][kind] == pytest.approx(values, rel=1e-5, abs=1e-6), (name, kind)
+
+
+def test_a_worker_with_fewer_batches_trains_on_with_the_others(results):
+    alone, workers = scenario_of(results, "unlike_numbers_of_batches")
+    for worker in workers:
+        for kind in ("weights", "loss", "mae"):
+            assert worker[kind] == pytest.approx(alone[kind], rel=1e-5, abs=1e-6), kind
 
 
 def test_rows_count_alike_in_losses_within_functions_and_branches(results):
