@@ -20,6 +20,19 @@ def add_job(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_nodes(parser: argparse.ArgumentParser) -> None:
+    """Adds --metrics, the other nodes of a job that a command shows, as `nodes`."""
+    parser.add_argument(
+        "--metrics",
+        dest="nodes",
+        type=_endpoint,
+        action="append",
+        default=[],
+        metavar="HOST:PORT",
+        help="also show the node whose metrics are served there (COARSE_METRICS_PORT); may be repeated",
+    )
+
+
 def whole_number(text: str, what: str, low: int, high: float) -> int:
     """Reads a whole number from `low` to `high`.
 
@@ -58,6 +71,13 @@ def seconds(text: str) -> float:
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a time in seconds")
     return value
+
+
+def _endpoint(text: str) -> str:
+    host, _, port = text.rpartition(":")
+    if not host or set(host) & set("/?#@ "):
+        raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT")
+    return f"{host}:{port_number(port)}"
 
 
 def file_to_write(text: str) -> Path:

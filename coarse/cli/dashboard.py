@@ -13,9 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from coarse.cli.arguments import add_job, file_to_write, port_number
+from coarse.cli.arguments import add_job, add_nodes, file_to_write, port_number
 from coarse.dashboard.follower import Follower
 from coarse.dashboard.history import History, Recorder, open_recording
+from coarse.dashboard.other_nodes import WholeJob
 from coarse.dashboard.sampler import Sampler
 from coarse.errors import CoarseError
 from coarse.status.address import find_addresses
@@ -42,6 +43,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Adds `dashboard` to the `coarse` command."""
     parser = subparsers.add_parser("dashboard", help="show a job in the browser", description=_DESCRIPTION)
     add_job(parser)
+    add_nodes(parser)
     parser.add_argument("--port", type=port_number, default=0, help="port on loopback (default: a free one)")
     parser.add_argument(
         "--record", type=file_to_write, metavar="FILE", help="also write what the page shows to FILE"
@@ -57,15 +59,15 @@ def run(arguments: argparse.Namespace) -> int:
 
     fail: Callable[[str], NoReturn] = arguments.usage_error
     if arguments.open is not None:
-        if arguments.job or arguments.record is not None:
-            fail("--open shows a recorded job: give neither JOB nor --record")
+        if arguments.job or arguments.nodes or arguments.record is not None:
+            fail("--open shows a recorded job: give neither JOB nor --metrics nor --record")
         _serve(Server(open_recording(arguments.open), port=arguments.port, is_live=False))
         return 0
     job = arguments.job if arguments.launched else _the_job(arguments.job)
     history, sampler = History(), Sampler(job)
     recorder = None if arguments.record is None else Recorder(arguments.record)
     server = Server(history, port=arguments.port, is_live=True)
-    follower = Follower(sampler, history, recorder)
+    follower = Follower(WholeJob(sampler, arguments.nodes).sample, history, recorder)
     if arguments.launched:
         attend = functools.partial(_attend_launcher, sampler, follower, server, history)
         threading.Thread(target=attend, name="coarse-dashboard-launcher", daemon=True).start()

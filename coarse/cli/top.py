@@ -9,13 +9,13 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from coarse.cli.arguments import add_job, port_number, seconds
+from coarse.cli.arguments import add_job, add_nodes, seconds
 from coarse.cli.main import ToldToEnd
 from coarse.cli.status import by_job, say_which
 from coarse.cli.terminal import Keys, Told, suspend
-from coarse.dashboard.other_nodes import OtherNode, read_all, with_nodes
+from coarse.dashboard.other_nodes import WholeJob
 from coarse.dashboard.sampler import Sampler
-from coarse.dashboard.samples import FAULT, JOB, RUNS, Event, Sample
+from coarse.dashboard.samples import JOB, RUNS, Event, Sample
 from coarse.status.address import find_addresses
 from coarse.status.questions import ask
 
@@ -61,15 +61,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="SECONDS",
         help="time between two readings (default: %(default)g)",
     )
-    parser.add_argument(
-        "--metrics",
-        dest="nodes",
-        type=_endpoint,
-        action="append",
-        default=[],
-        metavar="HOST:PORT",
-        help="also show the node whose metrics are served there (COARSE_METRICS_PORT); may be repeated",
-    )
+    add_nodes(parser)
     parser.add_argument("--once", action="store_true", help="print one reading, and end")
     parser.set_defaults(handler=run)
 
@@ -81,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
         return say_which("top", arguments.job, jobs)
     (job,) = jobs
     events: deque[Event] = deque(maxlen=_KEPT_EVENTS)
-    samples = _samples(Sampler(job), list(map(OtherNode, dict.fromkeys(arguments.nodes))), events)
+    samples = _samples(WholeJob(Sampler(job), arguments.nodes), events)
     if arguments.once or not sys.stdout.isatty():
         return _print_once(samples, events, job, arguments.every)
     from coarse.cli.top_view import describe_event
@@ -97,41 +89,21 @@ def _interval(text: str) -> float:
     return interval_s
 
 
-def _endpoint(text: str) -> str:
-    host, _, port = text.rpartition(":")
-    if not host or set(host) & set("/?#@ "):
-        raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT")
-    return f"{host}:{port_number(port)}"
-
-
-def _samples(sampler: Sampler, nodes: Sequence[OtherNode], events: deque[Event]) -> Iterator[Sample]:
-    """Samples of the job while it runs on this node, with those of other nodes.
+def _samples(job: WholeJob, events: deque[Event]) -> Iterator[Sample]:
+    """Samples of a job while it runs on this node.
 
     Args:
-        sampler: Of the job.
-        nodes: The other nodes.
+        job: The job.
         events: Receives the events of the job. The first sample knows of no change.
     """
     is_first = True
     while True:
-        sample = sampler.sample()
+        sample = job.sample()
         events.extend(each for each in sample.events if not (is_first and each.kind == JOB))
         is_first = False
         if sample.phase != RUNS:
             return
-        events.extend(_read_nodes(nodes))
-        yield with_nodes(sample, nodes)
-
-
-def _read_nodes(nodes: Sequence[OtherNode]) -> Iterator[Event]:
-    """Asks the other nodes; yields why one cannot be shown any more."""
-    before = [node.problem for node in nodes]
-    read_all(nodes)
-    for node, problem in zip(nodes, before, strict=True):
-        if node.problem and node.problem != problem:
-            yield Event(
-                time_s=time.time(), kind=FAULT, text=f"no metrics from {node.address}: {node.problem}"
-            )
+        yield sample
 
 
 def _print_once(samples: Iterator[Sample], events: Sequence[Event], job: str, every_s: float) -> int:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 
 from coarse.dashboard.checks import check_sample
 from coarse.dashboard.history import History, Recorder, as_values
-from coarse.dashboard.sampler import Sampler
-from coarse.dashboard.samples import RUNS
+from coarse.dashboard.samples import RUNS, Sample
 
 logger = logging.getLogger(__name__)
 
@@ -19,13 +19,15 @@ class Follower:
     """Samples a job once a second until close().
 
     Args:
-        sampler: Of the job.
+        take_sample: Says what the job does now.
         history: Where samples go.
         recorder: Where they go too; None for no recording. A disk that is full ends the recording alone.
     """
 
-    def __init__(self, sampler: Sampler, history: History, recorder: Recorder | None = None) -> None:
-        self._sampler = sampler
+    def __init__(
+        self, take_sample: Callable[[], Sample], history: History, recorder: Recorder | None = None
+    ) -> None:
+        self._take_sample = take_sample
         self._history = history
         self._recorder = recorder
         self._is_closed = threading.Event()
@@ -49,7 +51,7 @@ class Follower:
     def _take(self) -> None:
         """Takes a sample; without processes and events, it would repeat the one before."""
         try:
-            sample = self._sampler.sample()
+            sample = self._take_sample()
             values = as_values(sample)
             check_sample(values)
         except (

@@ -1,20 +1,24 @@
-"""Other nodes of a job, by the metrics that they serve: `coarse top` shows them beside its own node."""
+"""Other nodes of a job, by the metrics that they serve: shown beside the node of the command."""
 
 from __future__ import annotations
 
+import socket
+import threading
 import time
-import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
-from http.client import HTTPException
+from http import HTTPStatus
+from http.client import HTTPConnection, HTTPException, IncompleteRead
 
 from coarse.dashboard.pace import Pace
 from coarse.dashboard.readings import Counters, Reading
-from coarse.dashboard.sampler import figures_of_device, figures_of_worker, links_of, slowest_of
-from coarse.dashboard.samples import TRAINS, Device, Link, Sample, Worker
+from coarse.dashboard.sampler import Sampler, figures_of_device, figures_of_worker, links_of, slowest_of
+from coarse.dashboard.samples import FAULT, RUNS, TRAINS, Device, Event, Link, Sample, Worker
 
 _TIMEOUT_S = 1.0
+_LONGEST_ANSWER_S = 1.0
 _MOST_BYTES = 16 << 20
 _AT_ONCE = 32
 
@@ -36,7 +40,7 @@ class OtherNode:
         self._pace = Pace()
 
     def read(self) -> None:
-        """Asks the node for its metrics; waits about a second at most."""
+        """Asks the node for its metrics; waits two seconds at most."""
         try:
             self._follow(_fetch(self.address))
             self.problem = ""
@@ -75,11 +79,41 @@ class OtherNode:
         return replace(link, source=source, target=target)
 
 
-def read_all(nodes: Sequence[OtherNode]) -> None:
-    """Asks all nodes at the same time."""
+class WholeJob:
+    """Samples a job on this node and on others. Call sample() about once a second, from one thread.
+
+    Args:
+        sampler: Of the job on this node.
+        addresses: HOST:PORT of the other nodes' metrics.
+    """
+
+    def __init__(self, sampler: Sampler, addresses: Iterable[str] = ()) -> None:
+        self._sampler = sampler
+        self._nodes = [OtherNode(each) for each in dict.fromkeys(addresses)]
+
+    def sample(self) -> Sample:
+        """What the job does now; a node that cannot be shown any more is an event.
+
+        Raises:
+            OSError: If the system does not list its sockets.
+        """
+        sample = self._sampler.sample()
+        if sample.phase != RUNS:
+            return sample
+        events = (*sample.events, *_read(self._nodes))
+        return replace(with_nodes(sample, self._nodes), events=events)
+
+
+def _read(nodes: Sequence[OtherNode]) -> Iterator[Event]:
+    """Asks all nodes at the same time; yields why one cannot be shown any more."""
+    before = [node.problem for node in nodes]
     if nodes:
         with ThreadPoolExecutor(min(_AT_ONCE, len(nodes)), thread_name_prefix="coarse-nodes") as pool:
             list(pool.map(OtherNode.read, nodes))
+    for node, problem in zip(nodes, before, strict=True):
+        if node.problem and node.problem != problem:
+            text = f"no metrics from {node.address}: {node.problem}"
+            yield Event(time_s=time.time(), kind=FAULT, text=text)
 
 
 def with_nodes(sample: Sample, nodes: Sequence[OtherNode]) -> Sample:
@@ -111,14 +145,49 @@ def _fetch(address: str) -> str:
 
     Raises:
         OSError: If it does not answer in time.
-        ValueError: If the answer is too long, or no text.
+        ValueError: If the answer is too long, or no metrics.
     """
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(f"http://{address}/metrics", timeout=_TIMEOUT_S) as answer:
-        data: bytes = answer.read(_MOST_BYTES + 1)
-    if len(data) > _MOST_BYTES:
-        raise ValueError(f"it has answered with more than {_MOST_BYTES >> 20} MiB")
+    with closing(HTTPConnection(address, timeout=_TIMEOUT_S)) as connection:
+        connection.connect()
+        with _at_most(_LONGEST_ANSWER_S, connection.sock):
+            return _ask(connection)
+
+
+@contextmanager
+def _at_most(seconds: float, connected: socket.socket) -> Iterator[None]:
+    """Ends what the context reads from a socket when its time is over.
+
+    Raises:
+        TimeoutError: At the end, if it was.
+    """
+    limit = threading.Timer(seconds, _break_off, [connected])
+    limit.start()
+    try:
+        yield
+    finally:
+        is_over = limit.finished.is_set()
+        limit.cancel()
+        if is_over:
+            raise TimeoutError(f"its answer takes longer than {seconds:g} s")
+
+
+def _ask(connection: HTTPConnection) -> str:
+    connection.request("GET", "/metrics")
+    answer = connection.getresponse()
+    if answer.status != HTTPStatus.OK:
+        raise ValueError(f"it has answered with status {answer.status}")
+    data = answer.read(_MOST_BYTES)
+    if len(data) == _MOST_BYTES:
+        raise ValueError(f"it has answered with {_MOST_BYTES >> 20} MiB or more")
+    if answer.length:
+        raise IncompleteRead(data, answer.length)
     return data.decode()
+
+
+def _break_off(connected: socket.socket) -> None:
+    """Ends the calls that read from a socket."""
+    with suppress(OSError):  # it has ended by itself
+        connected.shutdown(socket.SHUT_RDWR)
 
 
 def _samples(text: str) -> Iterator[tuple[str, float]]:

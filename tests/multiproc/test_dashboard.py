@@ -19,6 +19,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from subprocess import DEVNULL, PIPE
 
+import observed_jobs
 import pytest
 from run_harness import LIMIT_S, environment, spawned
 
@@ -221,7 +222,9 @@ def test_a_job_that_runs_already_is_shown_and_a_stopped_worker_told(tmp_path):
         with showing(job) as url:
             sample, _ = wait_for(url, trains)
             assert sample["devices"][0]["reserved_bytes"] > 0
-            assert all(link["bytes_per_s"] > 0 for link in sample["links"]), "of the first steps that are seen"
+            assert all(link["bytes_per_s"] > 0 for link in sample["links"]), (
+                "of the first steps that are seen"
+            )
             pid = sample["workers"][1]["pid"]
             os.kill(pid, signal.SIGSTOP)
             wait_until_told(url, f"worker 1 (pid {pid}) does not answer: it is stopped")
@@ -283,6 +286,22 @@ def test_sixty_four_workers_are_shown_with_their_devices(tmp_path):
         for name in names:
             numbers = re.findall(rf"\b{name} ?(\d+)\b", shown)
             assert sorted(map(int, numbers)) == list(range(64)), (part, name)
+
+
+@in_a_browser
+def test_the_page_shows_other_nodes_by_their_metrics(tmp_path):
+    with observed_jobs.on_two_nodes(tmp_path) as job:
+        node = job.metrics
+        with showing(job.job, "--metrics", node, "--metrics", "127.0.0.1:1") as url:
+            wait_for(url, lambda sample: trains(sample) and sample["slowest"] == 1)
+            page = page_of(url, tmp_path)
+    assert re.search(r"worker 1 [\d.]+ ms slowest", text_of(page, "steps"))
+    assert re.search(rf"worker 1 \S trains \d+ on {node}", text_of(page, "doing")), "nobody knows its process"
+    assert "md0" in text_of(page, "flow")
+    assert f"{node} md0" in text_of(page, "flow")
+    assert re.search(rf"{node} md0 \d+ % 0 queued", text_of(page, "devices"))
+    assert re.search(rf"worker 1 to {node} md0 [\d.]+ [kM]B/s", text_of(page, "links"))
+    assert "fault: no metrics from 127.0.0.1:1: " in text_of(page, "events")
 
 
 def wait_until_told(url, beginning):

@@ -9,52 +9,18 @@ import re
 import select
 import shlex
 import signal
-import socket
 import struct
 import subprocess
 import sys
 import termios
 import time
-from subprocess import PIPE
 
+import observed_jobs
 import pytest
 from harness import LIMIT_S
-from run_harness import environment, spawned
-
-from coarse.status.address import find_addresses
+from run_harness import environment
 
 pytest.importorskip("coarse.kernels._native", reason="needs the native module")
-
-TRAIN = """\
-import os, sys, time
-import numpy as np
-from coarse.env import WorkerIdentity
-from coarse.schema import TensorSpec
-from coarse.session import Session
-from coarse.store import DirectoryStore
-
-store, end = sys.argv[1:]
-identity = WorkerIdentity.from_environment()
-session = Session.join(identity=identity, store=DirectoryStore(store))
-group = session.register("weights", [TensorSpec(name="a", dtype="float32", num_elements=1 << 18, op="mean")])
-
-def read_batch():
-    time.sleep(0.03 * identity.rank)
-    session.count_samples(4)
-
-is_over = np.zeros(1, dtype=np.int32)
-for step in range(100_000):
-    read_batch()
-    group.push(0)
-    group.pull_all()
-    if step == 20:
-        os.write(1, f"worker {os.getpid()}\\n".encode())
-    is_over[0] = os.path.exists(end)
-    session.all_reduce(is_over, op="max")
-    if is_over[0]:
-        break
-session.close()
-"""
 
 TOP = (sys.executable, "-m", "coarse", "top")
 ALTERNATE_SCREEN, LEFT_ALTERNATE_SCREEN = "\x1b[?1049h", "\x1b[?1049l"
@@ -66,13 +32,15 @@ STYLE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 @pytest.fixture
 def training(tmp_path):
     """A job whose worker 1 is slower in each step; its id, and a function that ends it."""
-    (tmp_path / "store").mkdir(mode=0o700)
-    script, end = tmp_path / "train.py", tmp_path / "end"
-    script.write_text(TRAIN)
-    with spawned("-n", "2", "-q", script, tmp_path / "store", end, stdout=PIPE) as launcher:
-        pid = int(launcher.stdout.readline().split()[-1])
-        (job,) = {each.job for each in find_addresses() if each.pid == pid}
-        yield job, end.touch
+    with observed_jobs.on_one_node(tmp_path) as job:
+        yield job.job, job.end
+
+
+@pytest.fixture
+def two_nodes(tmp_path):
+    """A job of two nodes."""
+    with observed_jobs.on_two_nodes(tmp_path) as job:
+        yield job
 
 
 class Terminal:
@@ -236,40 +204,6 @@ def test_a_shell_gets_its_terminal_while_the_command_is_stopped(training, stop):
         assert shell.process.wait(LIMIT_S) == 0
 
 
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return found.getsockname()[1]
-
-
-@pytest.fixture
-def two_nodes(tmp_path):
-    """A job of two nodes with a worker each; the id of its part on node 0, and the port of node 1's metrics."""
-    (tmp_path / "store").mkdir(mode=0o700)
-    script, end = tmp_path / "train.py", tmp_path / "end"
-    script.write_text(TRAIN)
-    master, metrics = free_port(), free_port()
-    with contextlib.ExitStack() as nodes:
-        launchers = [
-            nodes.enter_context(
-                spawned(
-                    *("-n", "1", "-q", "--nnodes", "2", "--node-rank", str(rank)),
-                    *("--master-addr", "127.0.0.1", "--master-port", str(master)),
-                    *(script, tmp_path / "store", end),
-                    stdout=PIPE,
-                    COARSE_NODE=f"node{rank}",
-                    COARSE_JOB_SECRET="0123456789abcdef" * 2,
-                    COARSE_METRICS_PORT=str(metrics * rank),
-                )
-            )
-            for rank in (0, 1)
-        ]
-        pid = int(launchers[0].stdout.readline().split()[-1])
-        (job,) = {each.job for each in find_addresses() if each.pid == pid}
-        yield job, metrics
-        end.touch()
-        assert [each.wait(LIMIT_S) for each in launchers] == [0, 0]
-
-
 def top_once(*arguments):
     done = subprocess.run(
         [*TOP, *arguments], env=environment(), capture_output=True, text=True, timeout=LIMIT_S
@@ -279,15 +213,14 @@ def top_once(*arguments):
 
 
 def test_nodes_that_are_not_shown_are_named(two_nodes):
-    job, _ = two_nodes
+    job = two_nodes.job
     lines = top_once(job)
     assert "not shown: node 1 (worker 1); run coarse top there, or see --metrics" in lines
     assert [line.split()[0] for line in lines[3 : lines.index("", 3)]] == ["0"]
 
 
 def test_other_nodes_are_shown_by_their_metrics(two_nodes):
-    job, port = two_nodes
-    node = f"127.0.0.1:{port}"
+    job, node = two_nodes.job, two_nodes.metrics
     lines = top_once(job, "--metrics", node, "--metrics", "127.0.0.1:1")
     rows = {line.split()[0]: line for line in lines if line}
     assert f"slow: on {node}" in rows["1"]

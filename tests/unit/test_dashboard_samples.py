@@ -477,7 +477,7 @@ def answering(**report):
 def test_a_process_that_says_nonsense_gives_no_sample(caplog):
     history = History()
     with answering(waits_s=float("nan")) as job:
-        Follower(Sampler(job), history).close()
+        Follower(Sampler(job).sample, history).close()
     assert history.last_number == 0
     assert "no sample could be taken: workers[0].waits_s is nan, not a usual number" in caplog.messages
 

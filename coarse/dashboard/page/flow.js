@@ -64,20 +64,21 @@ function describeWorker(worker, sample) {
     minor: worker.state === "trains" ? `step ${worker.step}` : worker.state === "waits" ? `waits ${Math.round(worker.waits_s)} s` : worker.state === "silent" ? "no answer" : "starts",
     state: worker.state + (worker.rank === sample.slowest ? " slowest" : ""),
     busy: 0,
-    about: `${name}, process ${worker.pid}, step ${worker.step}, ${format.percent(blocked)} of a step blocked; ${worker.doing}`,
+    about: `${name}${format.process(worker.pid)}, step ${worker.step}, ${format.percent(blocked)} of a step blocked; ${worker.doing}`,
   };
 }
 
 function describeDevice(device) {
-  const name = `md${device.number}`;
+  const name = format.deviceName(device);
   const memory = device.memory ? ` in ${device.memory}` : "";
+  const serves = device.serves.length ? `, serves workers ${device.serves.join(", ")}` : "";
   return {
     name,
     text: name,
     minor: device.is_silent ? "no answer" : `${format.percent(device.busy)} busy`,
     state: device.is_silent ? "silent" : "trains",
     busy: device.busy,
-    about: `${name}${memory}, process ${device.pid}, serves workers ${device.serves.join(", ")}; sync cores ${format.percent(device.busy)} busy, ${device.queue_shards} shards in queues`,
+    about: `${name}${memory}${format.process(device.pid)}${serves}; sync cores ${format.percent(device.busy)} busy, ${device.queue_shards} shards in queues`,
   };
 }
 

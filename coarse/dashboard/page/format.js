@@ -30,3 +30,9 @@ export function duration(seconds) {
 
 export const clock = (seconds) =>
   new Date(seconds * 1000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", second: "2-digit", hour12: false });
+
+/** A memory device's name, with the address of its node if that is another one. */
+export const deviceName = (device) => `${device.node} md${device.number}`.trim();
+
+/** A process in words; nothing for one of another node. */
+export const process = (pid) => (pid ? `, process ${pid}` : "");

@@ -166,7 +166,7 @@ function drawSteps(sample) {
   const longest = Math.max(...sample.workers.map((worker) => worker.step_s), 0);
   drawLegend(at("steps-legend"), PARTS);
   drawBars(at("steps"), sample.workers.map((worker) => stepRow(worker, sample)), longest);
-  const cells = (worker) => [`worker ${worker.rank}`, String(worker.pid), worker.state, String(worker.step), worker.doing];
+  const cells = (worker) => [`worker ${worker.rank}`, worker.pid ? String(worker.pid) : "–", worker.state, String(worker.step), worker.doing];
   drawTable(at("doing"), sample.workers, (worker) => worker.rank, cells, [1, 3]);
 }
 
@@ -212,8 +212,8 @@ function drawDevices(sample) {
   drawLegend(at("devices-legend"), [["busy", "share of the sync cores' time in which they work"]]);
   const isMany = sample.devices.length > 16;
   const rows = sample.devices.map((device) => ({
-    key: device.number,
-    name: `md${device.number}`,
+    key: format.deviceName(device),
+    name: format.deviceName(device),
     parts: [{ kind: "busy", value: device.busy, title: `${format.percent(device.busy)} of ${device.sync_cores} sync cores' time; reduces ${format.rate(device.reduced_bytes_per_s)}` }],
     value: format.percent(device.busy),
     minor: `${device.queue_shards} queued`,
