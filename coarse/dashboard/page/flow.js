@@ -20,8 +20,9 @@ export function drawFlow(figure, detail, sample) {
   const most = Math.max(1, ...sample.links.map((link) => link.bytes_per_s));
   const drawn = sample.links.filter((link) => layout.has(link.source) && layout.has(link.target));
   keep(links, drawn, keyOf, () => svg("path"), (path, link) => drawLink(path, link, layout, most));
+  const hasRoom = (link) => link.target !== OTHER_NODES;
   const isPlain = (link) => layout.get(link.source).y === layout.get(link.target).y || drawn.length <= FEW;
-  const labelled = drawn.filter((link) => isSelected(link) || (drawn.length <= MOST_LABELS && isPlain(link)));
+  const labelled = drawn.filter((link) => isSelected(link) || (drawn.length <= MOST_LABELS && hasRoom(link) && isPlain(link)));
   keep(rates, labelled, keyOf, () => svg("text"), (text, link) => drawRate(text, link, layout));
   keep(nodes, [...layout.values()], (node) => node.name, (node) => makeNode(node, figure, detail), drawNode);
   if (selected && !layout.has(selected)) selected = "";
@@ -71,11 +72,12 @@ function describeWorker(worker, sample) {
 function describeDevice(device) {
   const name = format.deviceName(device);
   const memory = device.memory ? ` in ${device.memory}` : "";
+  const node = device.node ? `${format.shortened(device.node)}, ` : "";
   const serves = device.serves.length ? `, serves workers ${device.serves.join(", ")}` : "";
   return {
     name,
-    text: name,
-    minor: device.is_silent ? "no answer" : `${format.percent(device.busy)} busy`,
+    text: `md${device.number}`,
+    minor: device.is_silent ? "no answer" : `${node}${format.percent(device.busy)} busy`,
     state: device.is_silent ? "silent" : "trains",
     busy: device.busy,
     about: `${name}${memory}${format.process(device.pid)}${serves}; sync cores ${format.percent(device.busy)} busy, ${device.queue_shards} shards in queues`,

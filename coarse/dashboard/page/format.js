@@ -36,3 +36,6 @@ export const deviceName = (device) => `${device.node} md${device.number}`.trim()
 
 /** A process in words; nothing for one of another node. */
 export const process = (pid) => (pid ? `, process ${pid}` : "");
+
+/** The beginning of a text that may be too long for a label. */
+export const shortened = (text) => (text.length > 18 ? `${text.slice(0, 17)}…` : text);

@@ -213,8 +213,8 @@ function drawDevices(sample) {
   const isMany = sample.devices.length > 16;
   const rows = sample.devices.map((device) => ({
     key: format.deviceName(device),
-    name: format.deviceName(device),
-    parts: [{ kind: "busy", value: device.busy, title: `${format.percent(device.busy)} of ${device.sync_cores} sync cores' time; reduces ${format.rate(device.reduced_bytes_per_s)}` }],
+    name: `md${device.number}`,
+    parts: [{ kind: "busy", value: device.busy, title: `${format.deviceName(device)}: ${format.percent(device.busy)} of ${device.sync_cores} sync cores' time; reduces ${format.rate(device.reduced_bytes_per_s)}` }],
     value: format.percent(device.busy),
     minor: `${device.queue_shards} queued`,
     note: device.is_silent ? device.doing : isMany ? "" : describeDevice(device),
@@ -225,7 +225,7 @@ function drawDevices(sample) {
 
 function describeDevice(device) {
   const pool = device.pool_limit_bytes ? `, snapshots ${format.size(device.pool_bytes)} of ${format.size(device.pool_limit_bytes)}` : "";
-  const memory = device.memory ? `${device.memory}, ` : "";
+  const memory = device.node || device.memory ? `${device.node || device.memory}, ` : "";
   return `${memory}${device.sync_cores} sync core${device.sync_cores === 1 ? "" : "s"}, reduces ${format.rate(device.reduced_bytes_per_s)}, ${format.size(device.reserved_bytes)} reserved${pool}`;
 }
 
