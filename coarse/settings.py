@@ -238,6 +238,8 @@ class Settings:
         timeout_s: Seconds after which a wait fails.
         warn_after_s: Seconds after which a wait logs the workers it waits for, and again each time its duration
             doubles; 0 disables.
+        node_timeout_s: Seconds for which another node may answer nothing, or its connection be broken, before it is
+            lost; until then the job stands still. 0 takes `timeout_s`.
         heartbeat_s: Seconds without progress before a running memory device counts as lost; 0 disables.
         snapshot_pool_bytes: Memory limit for old versions that snapshots refer to, for each model whose optimizer
             runs in the memory devices. 0 allows one whole snapshot, and at most half of the available memory.
@@ -376,6 +378,12 @@ class Settings:
         "seconds after which a wait logs the workers it waits for; 0 disables",
         read=_read_float,
         check=_is_between(0.001, 10**7, or_zero=True),
+    )
+    node_timeout_s: float = _setting(
+        0.0,
+        "seconds for which another node may answer nothing before it is lost; 0 takes --timeout",
+        read=_read_float,
+        check=_is_between(1, 10**6, or_zero=True),
     )
     heartbeat_s: float = _setting(
         10.0,
@@ -560,6 +568,11 @@ class Settings:
     def replaces_workers(self) -> bool:
         """Whether new workers take the places of lost ones."""
         return self.on_loss == "replace"
+
+    @property
+    def node_patience_ms(self) -> int:
+        """Milliseconds for which another node may answer nothing before it is lost."""
+        return round(1000 * (self.node_timeout_s or self.timeout_s))
 
     @property
     def sync_algorithm(self) -> str:

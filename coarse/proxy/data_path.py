@@ -276,6 +276,8 @@ class DataPath:
             link_table_fd=self._shared[LINK_TABLE].fd if self._job.emulation else -1,
             node=self._job.node,
             num_nodes=self._job.num_nodes,
+            node_patience_ms=self._job.node_patience_ms,
+            resumes_links=self._job.reconnection is not None,
             metrics=self.metrics.native,
             epochs_fd=self._shared[EPOCHS].fd if self._job.replaces_workers else -1,
         )

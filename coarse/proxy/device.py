@@ -31,7 +31,7 @@ from coarse.proxy.mailbox import Mailbox
 from coarse.proxy.membership import DRAINED, Membership
 from coarse.proxy.memory import DeviceMemories, DeviceMemory, HostMemory, open_memories
 from coarse.proxy.memory.values import value_memory
-from coarse.proxy.nodes.other_nodes import OtherNodes
+from coarse.proxy.nodes.other_nodes import OtherNodes, Reconnect
 from coarse.proxy.nodes.peers import ENDED, STOPPED, Peers
 from coarse.proxy.recovery.persistent_groups import DeviceContents
 from coarse.proxy.recovery.replication import REFILL_GROUP, REFILL_VALUE, Replication
@@ -89,10 +89,16 @@ class MemoryDevice:
         memories: The memories that it uses; the caller closes them.
         contents: Contents from earlier attempts, and for later ones.
         status: Answers `coarse status` about this device.
+        reconnect: Makes what replaces broken connections to other nodes.
     """
 
     def __init__(
-        self, job: DeviceJob, memories: DeviceMemories, contents: DeviceContents, status: DeviceStatus
+        self,
+        job: DeviceJob,
+        memories: DeviceMemories,
+        contents: DeviceContents,
+        status: DeviceStatus,
+        reconnect: Reconnect,
     ) -> None:
         self._job = job
         self._contents = contents
@@ -123,7 +129,7 @@ class MemoryDevice:
         self._has_shared = False
         self._endpoint: MetricsEndpoint | None = None
         self._has_told_of_nccl = False
-        self._other_nodes = OtherNodes(job, self._peers.tell, self._abort)
+        self._other_nodes = OtherNodes(job, self._peers.tell, self._abort, reconnect)
         self.lost: set[int] = set()
         """Other devices that have ended; set by run()."""
         self.replaced: dict[int, int] = {}
@@ -363,6 +369,7 @@ class MemoryDevice:
         self._loop.watch(pidfd, leader_died)
 
     def _close(self) -> None:
+        self._other_nodes.close()
         self._data_path.stop()
         if self._endpoint is not None:
             self._endpoint.close()
@@ -734,11 +741,12 @@ class MemoryDevice:
             running.abort([worker.client for worker in told])
 
 
-def run_device(job_fd: int) -> None:
+def run_device(job_fd: int, reconnect: Reconnect) -> None:
     """Entry point of a memory device process that a session started.
 
     Args:
         job_fd: An inherited descriptor from which the DeviceJob is read.
+        reconnect: Makes what replaces broken connections to other nodes.
     """
     job = DeviceJob.read(job_fd)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -753,15 +761,17 @@ def run_device(job_fd: int) -> None:
     except _REASONS as error:
         nothing = DeviceMemories(own=HostMemory(), common=HostMemory())
         first = job.with_own_sockets() if job.keep_s else job
-        return MemoryDevice(first, nothing, DeviceContents(), status).refuse(error)
+        return MemoryDevice(first, nothing, DeviceContents(), status, reconnect).refuse(error)
     with contextlib.closing(opened) as memories:
         _move_near(memories.own)
         contents = DeviceContents()
         if not job.keep_s:
-            MemoryDevice(job, memories, contents, status).run()
+            MemoryDevice(job, memories, contents, status, reconnect).run()
             return
         attempt = job
-        while (device := MemoryDevice(attempt.with_own_sockets(), memories, contents, status)).run():
+        while (
+            device := MemoryDevice(attempt.with_own_sockets(), memories, contents, status, reconnect)
+        ).run():
             # The first worker to connect now starts the attempt.
             job = job.with_peers(device.lost, device.replaced)
             attempt = replace(job, leader_pid=0)

@@ -29,6 +29,7 @@ from coarse.wire.algorithms import EXCHANGE, NCCL, RING, algorithms_of
 from coarse.wire.device_job import DeviceJob
 from coarse.wire.pace import choose_pace, count_sync_cores
 from coarse.wire.persistent_sessions import PersistentDevices
+from coarse.wire.reconnection_plan import ReconnectionPlan
 from coarse.wire.socket_directory import TOKEN_FILE, socket_path
 
 _BACKLOG = 256
@@ -97,6 +98,7 @@ class DeviceProcesses:
                         listen_fd=listener.fileno(),
                         peer_fds=tuple(-1 if peer is None else peer.fileno() for peer in peers[device]),
                         link_fds=links.fds_of_device(device),
+                        reconnection=links.plan_of_device(device),
                         token=token_file.read_text(),
                         keep_s=0.0 if kept_in is None else settings.keep_devices,
                     )
@@ -207,6 +209,7 @@ def _job_of(
     listen_fd: int,
     peer_fds: tuple[int, ...],
     link_fds: tuple[tuple[int, ...], ...],
+    reconnection: ReconnectionPlan | None,
     token: str,
     keep_s: float,
 ) -> DeviceJob:
@@ -234,9 +237,11 @@ def _job_of(
         listen_fd=listen_fd,
         peer_fds=peer_fds,
         link_fds=link_fds,
+        reconnection=reconnection,
         token=token,
         leader_pid=os.getpid(),
         join_timeout_s=settings.timeout_s,
+        node_patience_ms=settings.node_patience_ms,
         heartbeat_s=settings.heartbeat_s,
         keep_s=keep_s,
         replicas=settings.replicas,
@@ -257,6 +262,7 @@ def _start(job: DeviceJob) -> subprocess.Popen[bytes]:
         job.listen_fd,
         *(fd for fd in (job.link_table_fd, *job.peer_fds) if fd >= 0),
         *itertools.chain(*job.link_fds),
+        *([] if job.reconnection is None else [job.reconnection.held_fd]),
     ]
     # Own process group: the terminal's Ctrl-C is for workers, and the device ends after them. Not an own session:
     # Linux schedules a session as a unit (autogroup), so that yielding the processor would have no effect.

@@ -12,13 +12,14 @@ import contextlib
 import hmac
 import json
 import logging
+import os
 import queue
 import secrets
 import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from coarse.env import job_secret
@@ -27,6 +28,7 @@ from coarse.rendezvous.workers import PROGRESS_INTERVAL_S, NodeMap, PeerWatch
 from coarse.settings import Settings
 from coarse.startup.node_address import address_of_this_node, is_loopback
 from coarse.store import Store
+from coarse.wire.reconnection_plan import NodeConnection, ReconnectionPlan
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +49,10 @@ class _StrangerError(Exception):
     """The other end does not belong to this job."""
 
 
+class _NothingSaidError(_StrangerError):
+    """The other end closed the connection without a word."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeAddress:
     """Address of a node while the job starts.
@@ -54,11 +60,13 @@ class NodeAddress:
     Args:
         host, port: Address of its listener.
         num_devices: Number of its planned memory devices.
+        device_ports: The port that each of these holds, and at which it listens while a connection is broken.
     """
 
     host: str
     port: int
     num_devices: int
+    device_ports: Sequence[int]
 
 
 class NodeLinks:
@@ -72,6 +80,29 @@ class NodeLinks:
         self._num_nodes = num_nodes
         self._num_devices = num_devices
         self._sockets: dict[tuple[int, int], socket.socket] = {}
+        self._holders: list[socket.socket] = []
+        self._node = 0
+        self._secret = b""
+        self._addresses: dict[int, NodeAddress] = {}
+
+    def hold_ports(self, host: str) -> tuple[int, ...]:
+        """Reserves a port for each device, at which it can listen later; returns them.
+
+        Raises:
+            OSError: If there is none.
+        """
+        self._holders = [_hold(host) for _ in range(self._num_devices)]
+        return tuple(holder.getsockname()[1] for holder in self._holders)
+
+    def keep(self, node: int, secret: bytes, addresses: Mapping[int, NodeAddress]) -> None:
+        """Keeps what devices need to connect again.
+
+        Args:
+            node: This node.
+            secret: The secret of the node links.
+            addresses: Those of the other nodes.
+        """
+        self._node, self._secret, self._addresses = node, secret, dict(addresses)
 
     def add(self, node: int, connection: int, link: socket.socket) -> None:
         """Adds a connection. Closes an earlier one of the same number, which must have failed."""
@@ -96,10 +127,33 @@ class NodeLinks:
             for node in range(self._num_nodes)
         )
 
+    def plan_of_device(self, device: int) -> ReconnectionPlan | None:
+        """How one of this node's devices replaces connections that break; None in a job of one node."""
+        if not self._holders:
+            return None
+        return ReconnectionPlan(
+            node=self._node,
+            secret=self._secret.hex(),
+            held_fd=self._holders[device].fileno(),
+            connections=tuple(
+                NodeConnection(
+                    node=node,
+                    number=connection // self._num_devices,
+                    connection=connection,
+                    host=self._addresses[node].host,
+                    port=self._addresses[node].device_ports[connection % self._addresses[node].num_devices],
+                )
+                for node, connection in sorted(self._sockets)
+                if connection % self._num_devices == device
+            ),
+        )
+
     def close(self) -> None:
         """Closes this process's descriptors; devices that inherited them keep theirs. Idempotent."""
         while self._sockets:
             self._sockets.popitem()[1].close()
+        while self._holders:
+            self._holders.pop().close()
 
     def __enter__(self) -> NodeLinks:
         return self
@@ -145,7 +199,12 @@ def link_nodes(
     try:
         if node == 0:
             store.set("node secret", secrets.token_bytes(_PROOF_BYTES))
-        own = NodeAddress(host=host, port=listener.getsockname()[1], num_devices=num_devices)
+        own = NodeAddress(
+            host=host,
+            port=listener.getsockname()[1],
+            num_devices=num_devices,
+            device_ports=links.hold_ports(host),
+        )
         store.set(f"node/{node}", json.dumps(asdict(own)).encode())
         _Linking(nodes, node, store, links, watch, settings.timeout_s).run(listener, own)
     except BaseException:
@@ -175,11 +234,13 @@ class _Linking:
         # Anyone can read PyTorch's stores; a reader of this half still lacks the other, if the job has a secret.
         secret = job_secret().prove(b"node links", self._await_key("node secret", 0))
         doorman = _Doorman(listener, self._node, secret)
+        addresses: dict[int, NodeAddress] = {}
         try:
             for node in range(self._nodes.num_nodes):
                 if node == self._node:
                     continue
                 address = NodeAddress(**json.loads(self._await_key(f"node/{node}", node)))
+                addresses[node] = address
                 self._check_reachable(node, address)
                 for connection in range(max(own.num_devices, address.num_devices)):
                     if node < self._node:
@@ -188,6 +249,7 @@ class _Linking:
                         self._await_call(node, connection, doorman)
         finally:
             doorman.close()
+        self._links.keep(self._node, secret, addresses)
 
     def _check_reachable(self, node: int, address: NodeAddress) -> None:
         if is_loopback(address.host) and self._nodes.boots[node] != self._nodes.boots[self._node]:
@@ -244,13 +306,17 @@ class _Doorman:
         listener: Listening socket; the caller closes it.
         node: Number of this node.
         secret: Secret of the node links.
+        accepts_probes: Whether callers may leave without a word.
     """
 
-    def __init__(self, listener: socket.socket, node: int, secret: bytes) -> None:
+    def __init__(
+        self, listener: socket.socket, node: int, secret: bytes, *, accepts_probes: bool = False
+    ) -> None:
         self.visitors: queue.Queue[tuple[int, int, socket.socket]] = queue.Queue()
         self._listener = listener
         self._node = node
         self._secret = secret
+        self._accepts_probes = accepts_probes
         self._slots = threading.Semaphore(_MOST_HANDSHAKES)
         self._lock = threading.Lock()
         self._in_handshake: set[socket.socket] = set()
@@ -296,7 +362,8 @@ class _Doorman:
             link.settimeout(_HANDSHAKE_TIMEOUT_S)
             node, connection = _answer(link, self._node, self._secret)
         except (OSError, _StrangerError) as error:
-            if not self._is_closed:
+            is_probe = self._accepts_probes and isinstance(error, _NothingSaidError)
+            if not self._is_closed and not is_probe:
                 logger.warning("refused a connection from %s: %s", address, error)
             self._forget(link)
             link.close()
@@ -325,7 +392,7 @@ def _call(address: NodeAddress, hello: tuple[bytes, int, int, int], secret: byte
         if _receive_exactly(link, len(_WELCOME)) != _WELCOME:
             raise _StrangerError("it answers with another protocol")
     except BaseException:
-        link.close()
+        close_abruptly(link)  # it may have been accepted
         raise
     return link
 
@@ -360,7 +427,8 @@ def _receive_exactly(link: socket.socket, num_bytes: int) -> bytes:
         link.settimeout(max(0.001, deadline - time.monotonic()))
         part = link.recv(num_bytes - len(received))
         if not part:
-            raise _StrangerError("it closed the connection before it was accepted")
+            kind = _StrangerError if received else _NothingSaidError
+            raise kind("it closed the connection before it was accepted")
         received += part
     return bytes(received)
 
@@ -368,3 +436,75 @@ def _receive_exactly(link: socket.socket, num_bytes: int) -> bytes:
 def _listen(host: str) -> socket.socket:
     family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
     return socket.create_server((host, 0), family=family, backlog=_BACKLOG)
+
+
+# ---- connections in place of those that broke ----
+
+
+def _hold(host: str) -> socket.socket:
+    """A socket that keeps a port from others, and does not listen."""
+    family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+    holder = socket.socket(family, socket.SOCK_STREAM)
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind((host, 0))
+    return holder
+
+
+class Doorkeeper:
+    """Listens at the held port of a process, and accepts callers that prove to belong to the job.
+
+    Args:
+        plan: The connections of this process.
+
+    Raises:
+        OSError: If it cannot listen.
+    """
+
+    def __init__(self, plan: ReconnectionPlan) -> None:
+        with socket.socket(fileno=os.dup(plan.held_fd)) as holder:
+            host, port, *_ = holder.getsockname()
+            self._listener = socket.create_server((host, port), family=holder.family, backlog=_BACKLOG)
+        self._doorman = _Doorman(self._listener, plan.node, bytes.fromhex(plan.secret), accepts_probes=True)
+        self.is_closed = False
+
+    @property
+    def visitors(self) -> queue.Queue[tuple[int, int, socket.socket]]:
+        """Accepted callers: the node, the number of the connection, the connection."""
+        return self._doorman.visitors
+
+    def close(self) -> None:
+        """Stops listening. Idempotent."""
+        self.is_closed = True
+        self._doorman.close()
+        self._listener.close()
+
+
+def call_again(connection: NodeConnection, plan: ReconnectionPlan) -> socket.socket:
+    """Connects to the process at the other end of a connection that broke; both prove to belong to the job.
+
+    Raises:
+        OSError: If it does not answer, or is a stranger; ConnectionRefusedError if nobody listens.
+    """
+    address = NodeAddress(host=connection.host, port=connection.port, num_devices=0, device_ports=())
+    hello = (_MAGIC, plan.node, connection.node, connection.connection)
+    try:
+        link = _call(address, hello, bytes.fromhex(plan.secret))
+    except _StrangerError as error:
+        raise ConnectionError(str(error)) from error
+    link.settimeout(None)
+    return link
+
+
+def check_is_served(connection: NodeConnection) -> None:
+    """Checks that the process at the other end listens; it accepts no caller for this.
+
+    Raises:
+        OSError: If it does not answer; ConnectionRefusedError if nobody listens.
+    """
+    socket.create_connection((connection.host, connection.port), timeout=_HANDSHAKE_TIMEOUT_S).close()
+
+
+def close_abruptly(link: socket.socket) -> None:
+    """Closes a connection so that the other end does not take it for the end of this process."""
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    link.close()

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from coarse.emulation.machine import Emulation
 from coarse.emulation.paced_links import link_table_bytes
 from coarse.kernels import _native
+from coarse.wire.reconnection_plan import ReconnectionPlan
 
 HOME_DEVICE = 0
 """The device that keeps the state that all devices share."""
@@ -54,10 +55,12 @@ class DeviceJob:
         listen_fd: A listening SEQPACKET socket in that directory.
         peer_fds: A connected SEQPACKET socket to each other device; -1 for this device itself.
         link_fds: Connected stream sockets to devices of other nodes, by node.
+        reconnection: How these are replaced when they break; None in a job of one node.
         token: The token that a worker must present to join, hexadecimal.
         leader_pid: The process that started this device. The device ends with it until all workers have joined; 0
             for none.
         join_timeout_s: How long to wait for all workers to connect.
+        node_patience_ms: Milliseconds for which another node may answer nothing before it is lost.
         heartbeat_s: Seconds without progress before another device counts as lost; 0 disables.
         keep_s: How long to wait for the workers of the next attempt if workers are lost; 0 disables waiting.
         replicas: Extra copies of each memory device's contents, on the next devices of the ring.
@@ -92,12 +95,14 @@ class DeviceJob:
     token: str
     leader_pid: int
     join_timeout_s: float
+    node_patience_ms: int
     heartbeat_s: float
     keep_s: float
     replicas: int = 0
     min_workers: int = 0
     replaces_workers: bool = False
     clients_of: tuple[tuple[int, ...], ...] = ()
+    reconnection: ReconnectionPlan | None = None
     link_table_fd: int = -1
     metrics_address: str = ""
     metrics_port: int = 0
@@ -237,4 +242,6 @@ class DeviceJob:
             values[name] = tuple(values[name])
         for name in ("nodes", "link_fds", "clients_of"):
             values[name] = tuple(map(tuple, values[name]))
+        if values["reconnection"] is not None:
+            values["reconnection"] = ReconnectionPlan.from_json(values["reconnection"])
         return cls(**values)

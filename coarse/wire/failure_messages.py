@@ -133,12 +133,16 @@ def _name(job: DeviceJob, device: int) -> str:
     return f"memory device md{device}{f' of node {job.node}' if job.num_nodes > 1 else ''}"
 
 
+def name_of_node(job: DeviceJob, node: int) -> str:
+    """A node in words, with its workers."""
+    return f"node {node} (worker(s) {', '.join(map(str, job.nodes[node]))})"
+
+
 def node_lost(job: DeviceJob, node: int, reason: str) -> Failure:
     """The connection to another node, or a memory device there, is gone."""
-    ranks = ", ".join(map(str, job.nodes[node]))
     return Failure(
         error="MemoryDeviceLostError",
-        text=f"a memory device of node {node} (worker(s) {ranks}), or the connection to it, is lost: {reason}. "
+        text=f"a memory device of {name_of_node(job, node)}, or the connection to it, is lost: {reason}. "
         f"{after_a_failure(0)}",
         is_final=True,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import hashlib
 import logging
 import os
 import random
@@ -277,6 +278,18 @@ def test_the_death_of_a_memory_device_is_told_on_all_nodes(job, shape):
         assert outcome.error == "MemoryDeviceLostError", outcome
         assert re.search(r"memory device (md1 .*|of )node 1|md1 \(pid", outcome.message)
         assert "Start the job again from your last checkpoint" in outcome.message
+        assert outcome.ended_s - killed_s < PROMPT_S
+
+
+def test_a_node_that_is_killed_whole_is_told_at_once(job):
+    """Its kernel resets connections on which data was under way, which firewalls do too; but nobody listens there."""
+    shape = (1, 1, 1)
+    workers, device_pids = started(job, shape, training(shape))
+    killed_s = job.kill_device(device_pids[1][0])
+    workers[1].kill()
+    for survivor in workers[::2]:
+        outcome = survivor.finish()
+        assert outcome.error in ("MemoryDeviceLostError", "WorkerLostError"), outcome
         assert outcome.ended_s - killed_s < PROMPT_S
 
 
@@ -669,7 +682,7 @@ def test_a_machine_that_vanishes_while_data_is_under_way_is_lost(job):
         def worker(me):
             enter_namespace(names[me.rank])
             os.environ["MASTER_ADDR"] = "10.77.0.1"
-            with me.join(node=f"n{me.rank}") as session:
+            with me.join(node=f"n{me.rank}", node_timeout_s=10.0) as session:
                 session.barrier()
                 me.tell()
                 while True:
@@ -682,7 +695,78 @@ def test_a_machine_that_vanishes_while_data_is_under_way_is_lost(job):
         for running in workers:
             outcome = running.finish()
             assert outcome.error == "MemoryDeviceLostError", outcome
-            assert "or the connection to it, is lost" in outcome.message
+            assert (
+                "or the connection to it, is lost: its machine has answered nothing for 1" in outcome.message
+            )
+
+
+def sums_of_steps(session, rank):
+    """Digest of many sums of numbers that differ on every worker and step."""
+    seen = hashlib.sha256()
+    for step in range(100):
+        array = np.random.default_rng((rank, step)).standard_normal(500_000).astype(np.float32)
+        session.all_reduce(array)
+        seen.update(array.tobytes())
+    return seen.hexdigest()
+
+
+def ride_out(job, disturb):
+    """Runs a job of two nodes, whose network `disturb` disturbs, and checks that the bits do not change.
+
+    Args:
+        job: Starts the workers.
+        disturb: Receives the namespaces of the nodes, while data is under way; returns when the network is whole.
+    """
+    with namespaces() as names:
+
+        def worker(me):
+            enter_namespace(names[me.rank])
+            os.environ["MASTER_ADDR"] = "10.77.0.1"
+            with me.join(node=f"n{me.rank}") as session:
+                undisturbed = sums_of_steps(session, me.rank)
+                session.barrier()
+                me.tell()
+                return undisturbed, sums_of_steps(session, me.rank)
+
+        workers = job.start(2, worker)
+        for running in workers:
+            running.hear()
+        disturb(names)
+        whole_again_s = time.monotonic()
+        outcomes = [running.finish() for running in workers]
+    assert [outcome.details for outcome in outcomes] == [""] * 2
+    assert all(outcome.ended_s > whole_again_s for outcome in outcomes)
+    assert len({digest for outcome in outcomes for digest in outcome.value}) == 1
+
+
+@pytest.mark.parametrize("silence_s", [15.0, pytest.param(60.0, marks=pytest.mark.slow)])
+def test_a_partition_is_ridden_out_with_the_bits_of_an_undisturbed_run(job, capfd, silence_s):
+    def partition(names):
+        subprocess.run(["ip", "-n", names[0], "link", "set", "cable", "down"], check=True)
+        time.sleep(silence_s)
+        subprocess.run(["ip", "-n", names[0], "link", "set", "cable", "up"], check=True)
+
+    ride_out(job, partition)
+    said = capfd.readouterr().err
+    assert re.search(
+        r"node [01] \(worker\(s\) [01]\): its machine has answered nothing for \d+\.\d s\. The job", said
+    )
+    assert "answers again; the job goes on" in said
+
+
+def test_connections_that_a_firewall_resets_are_made_anew_with_the_same_bits(job, capfd):
+    if shutil.which("iptables") is None:
+        pytest.skip("`iptables` is missing; install iptables")
+
+    def reset(names):
+        block(names[0], "-i", "cable", "-p", "tcp", "-j", "REJECT", "--reject-with", "tcp-reset")
+        time.sleep(0.3)
+        subprocess.run(["ip", "netns", "exec", names[0], "iptables", "-F", "INPUT"], check=True)
+
+    ride_out(job, reset)
+    said = capfd.readouterr().err
+    assert "the connection broke: Connection reset by peer. The job stands still" in said
+    assert "answers again; the job goes on" in said
 
 
 def test_a_node_that_is_stopped_for_long_while_data_is_under_way_goes_on(job):
@@ -690,7 +774,7 @@ def test_a_node_that_is_stopped_for_long_while_data_is_under_way_goes_on(job):
     silence_s = 12.0
 
     def worker(me):
-        with me.join(node=f"n{me.rank}", algorithm="direct") as session:
+        with me.join(node=f"n{me.rank}", algorithm="direct", node_timeout_s=10.0) as session:
             group = session.register("gradients", floats("abcdefgh", 8_000_000))
             me.tell([connection.pid for connection in session._client._connections])
             me.hear()

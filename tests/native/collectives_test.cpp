@@ -6,6 +6,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <array>
 #include <atomic>
 #include <cstring>
 #include <functional>
@@ -15,6 +16,7 @@
 #include <vector>
 
 #include "coarse/collectives/shared_collectives.hpp"
+#include "tcp_connection.hpp"
 
 namespace coarse::test::collectives_test {
 namespace {
@@ -338,6 +340,55 @@ TEST(Bridges, EndAConnectionOnWhichNonsenseComes) {
   const std::string error = errorOf([&] { collectives.run(callOf(CollectiveKind::kBarrier, 0)); });
   EXPECT_NE(error.find("rank 1 cannot be reached any more"), std::string::npos) << error;
   ::close(ends[1]);
+}
+
+/// Collectives of two nodes, between which the connection is replaced again and again.
+TEST(Bridges, GoOnOverOtherConnections) {
+  constexpr int kNumCalls = 300;
+  constexpr std::size_t kNumElements = 20001;
+  std::vector<std::unique_ptr<SharedCollectives>> ranks;
+  const auto first = tcpConnection();
+  for (std::size_t rank = 0; rank < 2; ++rank) {
+    const int memory = createSealedMemory("collectives-test", groupScratchBytes(2, kBufferBytes));
+    auto scratch =
+        std::make_unique<GroupScratch>(memory, rank, 2, kBufferBytes, Liveness({}), Placement({0, 1}));
+    ::close(memory);
+    const std::vector<int> links =
+        rank == 0 ? std::vector<int>{-1, first[0]} : std::vector<int>{first[1], -1};
+    ranks.push_back(
+        std::make_unique<SharedCollectives>(std::move(scratch), links, LinkOptions{kLimit, true}));
+  }
+  std::atomic<int> numDone{0};
+  std::vector<std::thread> threads;
+  for (std::size_t rank = 0; rank < 2; ++rank) {
+    threads.emplace_back([&, rank] {
+      for (int i = 0; i < kNumCalls; ++i) {
+        Floats values = valuesOf(rank, kNumElements);
+        void* memory = values.data();
+        Collective call = callOf(CollectiveKind::kAllReduce, kNumElements, Combine::kSum);
+        call.inputs = &memory;
+        call.outputs = &memory;
+        ASSERT_EQ(errorOf([&] { ranks[rank]->run(call); }), "");
+        ASSERT_EQ(values, sumOf(2, kNumElements));
+      }
+      ++numDone;
+    });
+  }
+  while (numDone.load() < 2) {
+    const auto next = tcpConnection();
+    ranks[0]->bridge()->resume(1, next[0]);
+    ranks[1]->bridge()->resume(0, next[1]);
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  }
+  for (std::thread& thread : threads) thread.join();
+  std::thread closing([&] { ranks[0]->close(); });
+  ranks[1]->close();
+  closing.join();
+  for (const auto& rank : ranks) {
+    for (const NodeEvent& event : rank->bridge()->takeEvents()) {
+      EXPECT_NE(event.kind, NodeEvent::Kind::kLost) << event.text;
+    }
+  }
 }
 
 /// Posts a message; its error and peer come in the future.

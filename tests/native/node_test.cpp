@@ -14,6 +14,7 @@
 #include <stdexcept>
 #include <vector>
 
+#include "coarse/node/tcp_transport.hpp"
 #include "contributions.hpp"
 #include "fixture.hpp"
 
@@ -504,7 +505,7 @@ class LeavingNodes : public testing::Test {
     const std::vector<NodeEvent> events = nodes_.nodeEvents(0);
     ASSERT_EQ(events.size(), 1u);
     EXPECT_EQ(events[0].kind, NodeEvent::Kind::kLeft);
-    EXPECT_EQ(events[0].rank, 1u);
+    EXPECT_EQ(events[0].number, 1u);
     nodes_.node(0).proxy(0).workerLeftNode(1);
   }
   void push(std::size_t rank, std::uint32_t tensor) {
@@ -591,7 +592,6 @@ class Frames : public testing::Test {
   ~Frames() override { ours_.first.close(); }
   FrameHeader partial(std::uint32_t shard = 0, std::uint32_t step = 1) const {
     FrameHeader header;
-    header.magic = kFrameMagic;
     header.kind = FrameKind::kPartial;
     header.group = 1;
     header.shard = shard;
@@ -601,10 +601,33 @@ class Frames : public testing::Test {
     header.payloadBytes = 400;
     return header;
   }
-  void send(const FrameHeader& header, std::size_t payloadBytes) {
-    std::vector<std::byte> bytes(sizeof(header) + payloadBytes);
-    std::memcpy(bytes.data(), &header, sizeof(header));
+  /// A frame with the next number, as another node would send it, of which the payload is zero.
+  std::vector<std::byte> frame(const FrameHeader& header, std::size_t payloadBytes) {
+    TcpPrefix prefix = nextPrefix();
+    std::vector<std::byte> bytes(sizeof prefix + sizeof header + payloadBytes);
+    std::memcpy(bytes.data(), &prefix, sizeof prefix);
+    std::memcpy(bytes.data() + sizeof prefix, &header, sizeof header);
+    return bytes;
+  }
+  TcpPrefix nextPrefix(TcpFrameType type = TcpFrameType::kData) {
+    return {kTcpMagic, type, sizeof(FrameHeader), 0, numSent_++, 0};
+  }
+  void send(const FrameHeader& header, std::size_t payloadBytes) { sendBytes(frame(header, payloadBytes)); }
+  void send(const TcpPrefix& prefix) {
+    std::vector<std::byte> bytes(sizeof prefix + sizeof(FrameHeader));
+    std::memcpy(bytes.data(), &prefix, sizeof prefix);
     sendBytes(bytes);
+  }
+  /// Receives the header of a frame; its payload comes next.
+  FrameHeader receiveHeader() {
+    struct {
+      TcpPrefix prefix;
+      FrameHeader header;
+    } head;
+    do {
+      EXPECT_EQ(::recv(ours_.first, &head, sizeof head, MSG_WAITALL), static_cast<ssize_t>(sizeof head));
+    } while (head.prefix.type == TcpFrameType::kReceived);
+    return head.header;
   }
   void sendBytes(const std::vector<std::byte>& bytes) {
     // The node may close the connection while we are at it.
@@ -618,6 +641,7 @@ class Frames : public testing::Test {
     EXPECT_NE(events[0].text.find(reason), std::string::npos) << events[0].text;
   }
   std::pair<Fd, Fd> ours_ = streamPair();
+  std::uint32_t numSent_ = 0;
   GroupPlan plan_;
   Cluster cluster_{{1, 1, 1}};
 };
@@ -627,8 +651,7 @@ TEST_F(Frames, OfAStepAreTaken) {
   const std::vector<float> values(100, 3);
   ASSERT_EQ(cluster_.client(0).push(1, 0, kPresent, values.data()), WaitStatus::kDone);
   ASSERT_EQ(cluster_.client(0).pull(1, 0, nullptr, kPatienceSeconds), WaitStatus::kDone);
-  FrameHeader answer;
-  ASSERT_EQ(::recv(ours_.first, &answer, sizeof(answer), MSG_WAITALL), static_cast<ssize_t>(sizeof(answer)));
+  const FrameHeader answer = receiveHeader();
   EXPECT_EQ(answer.kind, FrameKind::kResult);
   EXPECT_EQ(answer.numPresent, 2u);
   std::vector<float> payload(100);
@@ -637,10 +660,7 @@ TEST_F(Frames, OfAStepAreTaken) {
 }
 
 TEST_F(Frames, MayComeByteByByte) {
-  const FrameHeader header = partial();
-  std::vector<std::byte> bytes(sizeof(header) + 400);
-  std::memcpy(bytes.data(), &header, sizeof(header));
-  for (const std::byte byte : bytes) sendBytes({byte});
+  for (const std::byte byte : frame(partial(), 400)) sendBytes({byte});
   ASSERT_EQ(cluster_.client(0).push(1, 0, kPresent, nullptr), WaitStatus::kDone);
   EXPECT_EQ(cluster_.client(0).pull(1, 0, nullptr, kPatienceSeconds), WaitStatus::kDone);
 }
@@ -658,7 +678,6 @@ TEST_F(Frames, ThatCannotBeEndTheConnection) {
     once.send(header, 400);
     once.expectLost(reason);
   };
-  refused([](FrameHeader& header) { header.magic = 0; }, "no frame");
   refused([](FrameHeader& header) { header.kind = static_cast<FrameKind>(9); }, "kind 9");
   refused([](FrameHeader& header) { header.group = 2; }, "has not registered");
   refused([](FrameHeader& header) { header.shard = 3; }, "which has 3 shards");
@@ -674,9 +693,40 @@ TEST_F(Frames, ThatCannotBeEndTheConnection) {
   refused([](FrameHeader& header) { header.numPresent = 0; }, "400 bytes instead of 0");
   refused([](FrameHeader& header) { header.kind = FrameKind::kResult; }, "nobody waits");
   refused([](FrameHeader& header) { header.kind = FrameKind::kResult, header.shard = 1; }, "nobody waits");
-  refused([](FrameHeader& header) { header.kind = FrameKind::kBye; }, "400 bytes");
+  refused([](FrameHeader& header) { header.kind = FrameKind::kLeft; }, "400 bytes");
   refused([](FrameHeader& header) { header.kind = FrameKind::kAbort, header.payloadBytes = 1 << 20; },
           "1048576 bytes");
+}
+
+TEST_F(Frames, WithPrefixesThatCannotBeEndTheConnection) {
+  const auto refused = [](auto change, const std::string& reason) {
+    struct Once : Frames {
+      void TestBody() override {}
+      using Frames::expectLost;
+      using Frames::nextPrefix;
+      using Frames::send;
+    } once;
+    TcpPrefix prefix = once.nextPrefix();
+    change(prefix);
+    once.send(prefix);
+    once.expectLost(reason);
+  };
+  refused([](TcpPrefix& prefix) { prefix.magic = 0; }, "no frame");
+  refused([](TcpPrefix& prefix) { prefix.type = static_cast<TcpFrameType>(4); }, "no frame");
+  refused([](TcpPrefix& prefix) { prefix.type = static_cast<TcpFrameType>(0); }, "no frame");
+  refused([](TcpPrefix& prefix) { prefix.headerBytes -= 8; }, "no frame");
+  refused([](TcpPrefix& prefix) { prefix.headerBytes = 200; }, "no frame");
+  refused([](TcpPrefix& prefix) { prefix.zero = 1; }, "no frame");
+  refused([](TcpPrefix& prefix) { prefix.number = 1; }, "frame 1 when frame 0 was due");
+  refused([](TcpPrefix& prefix) { prefix.type = TcpFrameType::kReceived, prefix.numReceived = 1; },
+          "acknowledged a frame that was not sent");
+}
+
+TEST_F(Frames, ThatComeAgainEndTheConnection) {
+  const std::vector<std::byte> bytes = frame(partial(), 400);
+  sendBytes(bytes);
+  sendBytes(bytes);
+  expectLost("frame 0 when frame 1 was due");
 }
 
 TEST_F(Frames, OfOneStepComeOnce) {
@@ -695,9 +745,7 @@ TEST_F(Frames, AreNotResultsOfWhatTheNodeOwns) {
 }
 
 TEST_F(Frames, AfterAGoodbyeEndTheConnection) {
-  FrameHeader bye;
-  bye.magic = kFrameMagic;
-  send(bye, 0);
+  send(nextPrefix(TcpFrameType::kLast));
   send(partial(), 400);
   expectLost("after its goodbye");
 }
@@ -715,8 +763,7 @@ TEST_F(Frames, OfARemovedGroupAreSentToTheirEnd) {
   header.group = 2;
   header.numElements = 4 << 20;
   header.payloadBytes = 16 << 20;
-  std::vector<std::byte> bytes(sizeof(header) + (16 << 20));
-  std::memcpy(bytes.data(), &header, sizeof(header));
+  const std::vector<std::byte> bytes = frame(header, 16 << 20);
   std::vector<float> values(4 << 20, 3);
   together(2, [&](std::size_t who) {
     if (who == 0) {
@@ -728,10 +775,11 @@ TEST_F(Frames, OfARemovedGroupAreSentToTheirEnd) {
   });
   cluster_.client(0).removeGroup(2);
   cluster_.removeFromProxies(2);
-  std::vector<std::byte> answer(sizeof(header) + (16 << 20));
+  receiveHeader();
+  std::vector<std::byte> answer(16 << 20);
   ASSERT_EQ(::recv(ours_.first, answer.data(), answer.size(), MSG_WAITALL),
             static_cast<ssize_t>(answer.size()));
-  EXPECT_EQ(std::memcmp(answer.data() + sizeof(header), values.data(), 16 << 20), 0);
+  EXPECT_EQ(std::memcmp(answer.data(), values.data(), 16 << 20), 0);
 }
 TEST(LeavingNodesWithOptimizer, IsNoEventOfWhoHasStillToUpdateHisOwnNode) {
   Nodes nodes({{1, 1, 1}, {1, 1, 1}});

@@ -38,6 +38,9 @@ void registerProxy(py::module_& module) {
       .value("ABORTED", NodeEvent::Kind::kAborted)
       .value("LOST", NodeEvent::Kind::kLost)
       .value("ENDED", NodeEvent::Kind::kEnded)
+      .value("SILENT", NodeEvent::Kind::kSilent)
+      .value("INTERRUPTED", NodeEvent::Kind::kInterrupted)
+      .value("ANSWERING", NodeEvent::Kind::kAnswering)
       .finalize();
   py::class_<ReplicaFds>(module, "Replica")
       .def(py::init([](int controlFd, const Region& parameters, const Region& states, std::size_t owner,
@@ -76,7 +79,8 @@ void registerProxy(py::module_& module) {
                        std::size_t numSyncCores, int scheduling, std::vector<std::size_t> localClients,
                        std::uint32_t spinMicroseconds, int doorbellsFd, int eventFd, const RingMemory& rings,
                        const CollectiveMemory& collectives, int exchangeLogsFd, int linkTableFd,
-                       std::size_t node, std::size_t numNodes, const ProcessMetrics& metrics, int epochsFd) {
+                       std::size_t node, std::size_t numNodes, std::int64_t nodePatienceMs, bool resumesLinks,
+                       const ProcessMetrics& metrics, int epochsFd) {
              ProxyConfig config;
              config.device = device;
              config.numDevices = numDevices;
@@ -89,6 +93,7 @@ void registerProxy(py::module_& module) {
              config.linkTableFd = linkTableFd;
              config.node = node;
              config.numNodes = numNodes;
+             config.nodeLinks = {std::chrono::milliseconds(nodePatienceMs), resumesLinks};
              config.metrics = metrics;
              config.epochsFd = epochsFd;
              return std::make_unique<Proxy>(std::move(config), doorbellsFd, eventFd, rings, collectives);
@@ -98,9 +103,28 @@ void registerProxy(py::module_& module) {
            py::arg("doorbells_fd"), py::arg("event_fd"), py::arg_v("rings", RingMemory(), "RingMemory()"),
            py::arg_v("collectives", CollectiveMemory(), "CollectiveMemory()"),
            py::arg("exchange_logs_fd") = -1, py::arg("link_table_fd") = -1, py::arg("node") = 0,
-           py::arg("num_nodes") = 1, py::arg_v("metrics", ProcessMetrics(), "ProcessMetrics()"),
+           py::arg("num_nodes") = 1, py::arg("node_patience_ms") = LinkOptions().patience.count(),
+           py::arg("resumes_links") = false, py::arg_v("metrics", ProcessMetrics(), "ProcessMetrics()"),
            py::arg("epochs_fd") = -1)
       .def("join_nodes", &Proxy::joinNodes, py::arg("node"), py::arg("ranks"), py::arg("fds"))
+      .def(
+          "resume_link",
+          [](Proxy& proxy, std::size_t node, std::size_t number, int fd) {
+            proxy.nodeLinks().resume(node, number, fd);
+          },
+          py::arg("node"), py::arg("number"), py::arg("fd"))
+      .def(
+          "interrupt_link",
+          [](Proxy& proxy, std::size_t node, std::size_t number) {
+            proxy.nodeLinks().interrupt(node, number);
+          },
+          py::arg("node"), py::arg("number"))
+      .def(
+          "give_up_link",
+          [](Proxy& proxy, std::size_t node, std::size_t number, const std::string& reason) {
+            proxy.nodeLinks().giveUp(node, number, reason);
+          },
+          py::arg("node"), py::arg("number"), py::arg("reason"))
       .def("add_client", &Proxy::addClient, py::arg("client"), py::arg("segment_fd"))
       .def("start", &Proxy::start)
       .def("stop", &Proxy::stop, ReleaseGil())
@@ -171,7 +195,7 @@ void registerProxy(py::module_& module) {
            [](Proxy& proxy) {
              std::vector<std::tuple<NodeEvent::Kind, std::size_t, std::uint32_t, py::bytes>> events;
              for (const NodeEvent& event : proxy.takeNodeEvents())
-               events.emplace_back(event.kind, event.node, event.rank, py::bytes(event.text));
+               events.emplace_back(event.kind, event.node, event.number, py::bytes(event.text));
              return events;
            })
       .def("statistics", [](const Proxy& proxy) {

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeAlias
 
 from coarse.kernels import _native
 from coarse.proxy.outbox import SendToPeers
 from coarse.wire.device_job import DeviceJob
-from coarse.wire.failure_messages import Failure, node_lost
+from coarse.wire.failure_messages import Failure, name_of_node, node_lost
+from coarse.wire.node_troubles import NodeTroubles, Reconnecting
+from coarse.wire.reconnection_plan import ReconnectionPlan
+
+Reconnect: TypeAlias = Callable[[ReconnectionPlan, _native.Proxy], Reconnecting]
+"""Makes what replaces the connections of a proxy."""
 
 
 class OtherNodes:
@@ -17,30 +23,60 @@ class OtherNodes:
         job: The device's place in the session.
         tell_peers: Sends a message to the other devices of this node.
         abort: Ends the session.
+        reconnect: Makes what replaces connections.
     """
 
-    def __init__(self, job: DeviceJob, tell_peers: SendToPeers, abort: Callable[[Failure], None]) -> None:
+    def __init__(
+        self,
+        job: DeviceJob,
+        tell_peers: SendToPeers,
+        abort: Callable[[Failure], None],
+        reconnect: Reconnect,
+    ) -> None:
         self._job = job
         self._tell_peers = tell_peers
         self._abort = abort
+        self._reconnect = reconnect
+        self._troubles: NodeTroubles | None = None
         self._ended_at: dict[int, set[int]] = {}  # by other node, this node's devices that have seen it end
         self.departed_ranks: set[int] = set()
         """Workers of other nodes that have left."""
 
     def take_events(self, proxy: _native.Proxy) -> None:
         """Handles all events since the last call."""
-        for kind, node, rank, reason in proxy.take_node_events():
+        for kind, node, number, reason in proxy.take_node_events():
             text = reason.decode(errors="replace")
             if kind == _native.NodeEventKind.LEFT:
-                self.departed_ranks.add(rank)
+                self.departed_ranks.add(number)
                 proxy.worker_left_node(node)
             elif kind == _native.NodeEventKind.ABORTED:
                 self._abort(Failure.from_node(text))
             elif kind == _native.NodeEventKind.LOST:
+                self._troubles_of(proxy).forget(node, number)
                 self._abort(node_lost(self._job, node, text))
+            elif kind in (_native.NodeEventKind.SILENT, _native.NodeEventKind.INTERRUPTED):
+                self._troubles_of(proxy).begin(node, number, text)
+            elif kind == _native.NodeEventKind.ANSWERING:
+                self._troubles_of(proxy).end(node, number)
             else:
                 self._tell_peers({"type": "node_ended", "node": node}, ())
                 self.node_ended(node, self._job.device, proxy)
+
+    def close(self) -> None:
+        """Replaces no connection any more. Idempotent."""
+        if self._troubles is not None:
+            self._troubles.close()
+
+    def _troubles_of(self, proxy: _native.Proxy) -> NodeTroubles:
+        if self._troubles is None:
+            plan = self._job.reconnection
+            assert plan is not None
+            self._troubles = NodeTroubles(
+                lambda node: f"[md{self._job.device}] {name_of_node(self._job, node)}",
+                self._job.node_patience_ms / 1000,
+                lambda: self._reconnect(plan, proxy),
+            )
+        return self._troubles
 
     def node_ended(self, node: int, device: int, proxy: _native.Proxy | None) -> None:
         """When all devices of this node have seen another node's end, no more of its messages can arrive."""

@@ -16,6 +16,7 @@ from coarse.security.local_sockets import peer_of
 from coarse.settings import Settings
 from coarse.startup.node_links import NodeLinks, link_nodes
 from coarse.torch.backend.extension_agreement import agree_on_extension
+from coarse.torch.backend.link_watch import watch_links
 
 if TYPE_CHECKING:
     from coarse.kernels import _native
@@ -60,7 +61,7 @@ def open_group(store: Store, *, rank: int, size: int, settings: Settings) -> tup
             fd = _share_memory(store, watch, here, rank=rank, size=size, timeout_s=settings.timeout_s)
             try:
                 with _links(nodes, rank, store, settings, watch) as links:
-                    return _collectives(fd, addresses, nodes, rank, links), extension
+                    return _collectives(fd, addresses, nodes, rank, links, settings), extension
             finally:
                 os.close(fd)
 
@@ -74,13 +75,19 @@ def _links(nodes: NodeMap, rank: int, store: Store, settings: Settings, watch: P
 
 
 def _collectives(
-    fd: int, addresses: list[WorkerAddress], nodes: NodeMap, rank: int, links: NodeLinks
+    fd: int,
+    addresses: list[WorkerAddress],
+    nodes: NodeMap,
+    rank: int,
+    links: NodeLinks,
+    settings: Settings,
 ) -> _native.Collectives:
     from coarse.kernels import _native
 
     here = nodes.ranks[nodes.node_of(rank)]
     is_bridge = nodes.num_nodes > 1 and rank == here[0]
-    return _native.Collectives(
+    plan = links.plan_of_device(0)
+    collectives = _native.Collectives(
         fd=fd,
         rank=rank,
         num_ranks=len(addresses),
@@ -91,7 +98,17 @@ def _collectives(
         ],
         nodes=[nodes.node_of(peer) for peer in range(len(addresses))],
         links=[fds[0] if fds else -1 for fds in links.fds_of_device(0)] if is_bridge else [],
+        node_patience_ms=settings.node_patience_ms,
+        resumes_links=plan is not None,
     )
+    if plan is not None:
+        watch_links(
+            collectives.links(),
+            plan,
+            name=lambda node: f"rank {rank}: node {node} (rank(s) {', '.join(map(str, nodes.ranks[node]))})",
+            patience_s=settings.node_patience_ms / 1000,
+        )
+    return collectives
 
 
 def buffer_bytes(num_ranks: int) -> int:

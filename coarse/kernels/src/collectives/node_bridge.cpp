@@ -1,168 +1,86 @@
 #include "coarse/collectives/node_bridge.hpp"
 
-#include <poll.h>
-#include <sys/socket.h>
-#include <sys/uio.h>
+#include <sys/eventfd.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <climits>
 #include <cstring>
 #include <stdexcept>
+#include <string>
 #include <utility>
 
-#include "coarse/node/node_socket.hpp"
+#include "coarse/node/tcp_transport.hpp"
 
 namespace coarse {
 namespace {
 
 using std::chrono::milliseconds;
 
-constexpr std::uint32_t kMagic = 0x31425243;  // "CRB1"
 // Longest time until a dead rank is noticed.
 constexpr milliseconds kLongestSleep{20};
 // Ranks publish round after round: the next one comes soon, or not for long.
 constexpr std::chrono::microseconds kSpin{50};
 // How long stop() waits until the other nodes have received the sent data.
 constexpr milliseconds kGoodbyePatience{3000};
-constexpr milliseconds kLook{100};
-constexpr std::size_t kMostPieces = 64;  // passed to the kernel at once
-
-/// An invalid frame or a broken connection: the connection is unusable.
-class BridgeError : public std::runtime_error {
- public:
-  using std::runtime_error::runtime_error;
-};
-
-/// Passes pieces to the kernel, as many bytes as it accepts. As in node_link.cpp, a separate function for the
-/// thread sanitizer, which sees its reads end later than the other node's answer begins.
-[[gnu::noinline]] ssize_t sendPieces(int fd, iovec* pieces, std::size_t numPieces) {
-  msghdr message{};
-  message.msg_iov = pieces;
-  message.msg_iovlen = numPieces;
-  ssize_t numSent = 0;
-  do {
-    numSent = ::sendmsg(fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
-  } while (numSent < 0 && errno == EINTR);
-  return numSent;
-}
-
-/// The first of `pieces`, from `first` on, that is not completely sent after `numBytes` more bytes; shortens
-/// it.
-std::size_t skipSent(std::vector<iovec>& pieces, std::size_t first, std::size_t numBytes) {
-  while (first < pieces.size() && numBytes >= pieces[first].iov_len) numBytes -= pieces[first++].iov_len;
-  if (first < pieces.size()) {
-    pieces[first].iov_base = static_cast<std::byte*>(pieces[first].iov_base) + numBytes;
-    pieces[first].iov_len -= numBytes;
-  }
-  return first;
-}
-
-/// Waits until `fd` is ready or `isOver`. @returns whether it is ready.
-template <typename IsOver>
-bool awaitReady(int fd, short events, IsOver isOver) {
-  pollfd watched{fd, events, 0};
-  while (::poll(&watched, 1, static_cast<int>(kLook.count())) <= 0) {
-    if (isOver()) return false;
-  }
-  return true;
-}
+constexpr milliseconds kLongestWait{1000};
 
 std::uint32_t narrow(std::size_t rank) { return static_cast<std::uint32_t>(rank); }
+
+template <typename Value>
+Value readAt(const std::byte* data, std::size_t offset = 0) {
+  Value value;
+  std::memcpy(&value, data + offset, sizeof value);
+  return value;
+}
 
 }  // namespace
 
 enum class NodeBridge::Kind : std::uint8_t {
-  kRound = 1,      // rank `a` has published round `value`; call header, extent, its data
+  kRound = 1,      // rank `a` has published round `value`; RoundHeader, its data
   kBytes = 2,      // of the channel from rank `a` to rank `b`
   kTaken = 3,      // rank `b` has taken `value` bytes of that channel
   kDeparture = 4,  // of rank `a`: `value`
-  kGoodbye = 5,    // nothing more comes
 };
 
-/// Starts every frame. A wire format: little-endian, as all supported processors.
-struct NodeBridge::Frame {
-  std::uint32_t magic = kMagic;
-  Kind kind = Kind::kGoodbye;
+/// Starts the header of every frame. A wire format: little-endian, as all supported processors.
+struct NodeBridge::Header {
+  Kind kind = Kind::kRound;
   std::uint8_t reserved[3] = {};
   std::uint32_t a = 0;
   std::uint32_t b = 0;
+  std::uint32_t zero = 0;
   std::uint64_t value = 0;
   std::uint64_t payloadBytes = 0;
 };
 
-struct NodeBridge::Connection {
-  std::size_t node = 0;
-  int fd = -1;
-  std::atomic<bool> isSending{true};
-  bool isReceiving = true;                    // used by the receiving thread
-  const std::atomic<std::int64_t>* giveUpAt;  // of the bridge
-
-  Connection(std::size_t number, int socket, const std::atomic<std::int64_t>& giveUp)
-      : node(number), fd(socket), giveUpAt(&giveUp) {
-    setNodeSocketOptions(fd);
-  }
-  ~Connection() { ::close(fd); }
-  Connection(const Connection&) = delete;
-  Connection& operator=(const Connection&) = delete;
-
-  bool isGivenUp() const {
-    const std::int64_t due = giveUpAt->load(std::memory_order_relaxed);
-    return due != 0 && Clock::now().time_since_epoch().count() > due;
-  }
-
-  bool isHopeless() const { return isGivenUp() || isUnreachable(fd); }
-
-  /// Sends a frame and its payload. Drops it if the node is gone: the receiving thread also notices, and
-  /// reports it.
-  void send(Frame frame, std::vector<iovec> pieces = {}) {
-    for (const iovec& piece : pieces) frame.payloadBytes += piece.iov_len;
-    pieces.insert(pieces.begin(), {&frame, sizeof frame});
-    std::size_t first = 0;
-    while (first < pieces.size() && isSending.load(std::memory_order_relaxed)) {
-      const ssize_t count = sendPieces(fd, &pieces[first], std::min(kMostPieces, pieces.size() - first));
-      if (count >= 0) {
-        first = skipSent(pieces, first, static_cast<std::size_t>(count));
-      } else if (errno != EAGAIN && errno != EWOULDBLOCK) {
-        isSending.store(false, std::memory_order_relaxed);
-      } else if (!awaitReady(fd, POLLOUT, [this] { return isHopeless(); })) {
-        isSending.store(false, std::memory_order_relaxed);
-      }
-    }
-  }
-
-  /// @throws BridgeError if nothing more arrives.
-  void receive(void* data, std::size_t numBytes) {
-    auto* to = static_cast<std::byte*>(data);
-    while (numBytes > 0) {
-      const ssize_t count = ::recv(fd, to, numBytes, MSG_DONTWAIT);
-      if (count == 0) throw BridgeError("it was closed");
-      if (count > 0) {
-        to += count;
-        numBytes -= static_cast<std::size_t>(count);
-      } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
-        if (!awaitReady(fd, POLLIN, [this] { return isHopeless(); })) throw BridgeError("given up");
-      } else if (errno != EINTR) {
-        throw BridgeError(std::strerror(errno));
-      }
-    }
-  }
+struct NodeBridge::RoundHeader {
+  Header header;
+  CallHeader call;
+  Extent extent;
 };
 
-NodeBridge::NodeBridge(const GroupScratch& scratch, std::vector<int> fds)
+NodeBridge::NodeBridge(const GroupScratch& scratch, const std::vector<int>& fds, LinkOptions options)
     : scratch_(scratch),
       area_(scratch.messageArea()),
       numRanks_(scratch.numRanks()),
+      linkTo_(fds.size(), 0),
       sentRounds_(numRanks_, 0),
       toldDepartures_(numRanks_, Departure::kNone),
       sentBytes_(numRanks_ * numRanks_, 0),
-      toldTaken_(numRanks_ * numRanks_, 0) {
-  static_assert(sizeof(Frame) == 32);
+      toldTaken_(numRanks_ * numRanks_, 0),
+      eventFd_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+  static_assert(sizeof(Header) == 32);
+  static_assert(sizeof(RoundHeader) == 152 && sizeof(RoundHeader) <= kMostHeaderBytes);
+  std::vector<int> links;
   for (std::size_t node = 0; node < fds.size(); ++node) {
-    connections_.push_back(fds[node] < 0 ? nullptr
-                                         : std::make_unique<Connection>(node, fds[node], giveUpAt_));
+    if (fds[node] < 0) continue;
+    linkTo_[node] = links.size();
+    links.push_back(fds[node]);
+    nodeOf_.push_back(node);
   }
+  FrameHandler& handler = *this;
+  transport_ = std::make_unique<TcpTransport>(links, handler, sizeof(Header), options);
   const Placement& placement = scratch.placement();
   const std::size_t own = placement.nodeOf(scratch.rank());
   for (std::size_t node = 0; node < std::max(fds.size(), placement.numNodes()); ++node) {
@@ -178,14 +96,18 @@ NodeBridge::NodeBridge(const GroupScratch& scratch, std::vector<int> fds)
   sender_ = std::thread([this] { serveOutgoing(); });
 }
 
-NodeBridge::~NodeBridge() { stop(); }
+NodeBridge::~NodeBridge() {
+  stop();
+  ::close(eventFd_);
+}
 
 void NodeBridge::stop() noexcept {
   if (!sender_.joinable()) return;
-  giveUpAt_.store((Clock::now() + kGoodbyePatience).time_since_epoch().count(), std::memory_order_relaxed);
   isStopping_.store(true, std::memory_order_seq_cst);
   area_.bridgeBell().ring();
   sender_.join();
+  isFinishing_.store(true, std::memory_order_seq_cst);
+  transport_->wake();
   receiver_.join();
 }
 
@@ -200,12 +122,11 @@ void NodeBridge::serveOutgoing() {
       spin.reset();
       continue;
     }
-    if (isEnding) break;
+    if (isEnding) return;
     if (spin.yield()) continue;
     area_.bridgeBell().sleep(seen, kLongestSleep);
     reportDeaths();
   }
-  sayGoodbye();
 }
 
 /// Sends all pending data. @returns whether there was any.
@@ -231,6 +152,10 @@ bool NodeBridge::sendAll() {
   return isAny;
 }
 
+void NodeBridge::sendTo(std::size_t node, const Header& header, Payload payload) {
+  transport_->send(linkTo_[node], &header, sizeof header, std::move(payload));
+}
+
 bool NodeBridge::sendRounds(std::size_t rank) {
   // acquire: the rank's writes into its buffers are read next.
   const std::uint32_t published = scratch_.board(rank).round.load(std::memory_order_acquire);
@@ -240,24 +165,23 @@ bool NodeBridge::sendRounds(std::size_t rank) {
 }
 
 void NodeBridge::sendRound(std::size_t rank, std::uint32_t round) {
-  RankBoard& board = scratch_.board(rank);
-  CallHeader& header = board.headers[round % 2];
-  Extent& extent = board.extents[round % 2];
-  std::byte* data = scratch_.bufferOf(rank, round);
-  for (const auto& connection : connections_) {
-    if (!connection) continue;
-    std::vector<iovec> pieces = {{&header, sizeof header}, {&extent, sizeof extent}};
-    for (const auto& [begin, end] : rangesFor(connection->node, extent)) {
-      pieces.push_back({data + begin, end - begin});
+  const RankBoard& board = scratch_.board(rank);
+  std::byte* const data = scratch_.bufferOf(rank, round);
+  RoundHeader header{
+      {Kind::kRound, {}, narrow(rank), 0, 0, round, 0}, board.headers[round % 2], board.extents[round % 2]};
+  for (std::size_t link = 0; link < nodeOf_.size(); ++link) {
+    Payload payload;
+    for (const auto& [begin, end] : rangesFor(nodeOf_[link], header.extent)) {
+      payload.pieces.push_back({data + begin, end - begin});
     }
-    connection->send({kMagic, Kind::kRound, {}, narrow(rank), 0, round}, std::move(pieces));
+    header.header.payloadBytes = payload.numBytes();
+    transport_->send(link, &header, sizeof header, std::move(payload));
   }
 }
 
 /// The ranges of a rank's buffer that the ranks of `node` read.
-std::vector<std::pair<std::size_t, std::size_t>> NodeBridge::rangesFor(std::size_t node,
-                                                                       const Extent& extent) const {
-  std::vector<std::pair<std::size_t, std::size_t>> ranges;
+NodeBridge::Ranges NodeBridge::rangesFor(std::size_t node, const Extent& extent) const {
+  Ranges ranges;
   for (std::size_t rank = 0; rank < numRanks_; ++rank) {
     if (scratch_.placement().nodeOf(rank) != node) continue;
     const auto range = extent.rangeOf(rank);
@@ -268,16 +192,22 @@ std::vector<std::pair<std::size_t, std::size_t>> NodeBridge::rangesFor(std::size
   return ranges;
 }
 
+/// `numBytes` of a channel's ring, from its byte number `begin` on.
+Payload NodeBridge::ringPieces(std::size_t from, std::size_t to, std::uint64_t begin,
+                               std::size_t numBytes) const {
+  std::byte* const ring = area_.ring(from, to);
+  const std::size_t offset = begin % area_.ringBytes();
+  const std::size_t first = std::min(numBytes, area_.ringBytes() - offset);
+  return {{{ring + offset, first}, {ring, numBytes - first}}, nullptr};
+}
+
 bool NodeBridge::sendBytes(std::size_t from, std::size_t to) {
   Channel& way = area_.channel(from, to);
   std::uint64_t& sent = sentBytes_[from * numRanks_ + to];
   const std::size_t count = way.written.load(std::memory_order_acquire) - sent;
   if (count == 0) return false;
-  Connection& connection = *connections_[scratch_.placement().nodeOf(to)];
-  const std::size_t offset = sent % area_.ringBytes();
-  const std::size_t first = std::min(count, area_.ringBytes() - offset);
-  connection.send({kMagic, Kind::kBytes, {}, narrow(from), narrow(to)},
-                  {{area_.ring(from, to) + offset, first}, {area_.ring(from, to), count - first}});
+  sendTo(scratch_.placement().nodeOf(to), {Kind::kBytes, {}, narrow(from), narrow(to), 0, 0, count},
+         ringPieces(from, to, sent, count));
   sent += count;
   return true;
 }
@@ -287,18 +217,15 @@ bool NodeBridge::sendTaken(std::size_t from, std::size_t to) {
   const std::uint64_t taken = area_.channel(from, to).taken.load(std::memory_order_acquire);
   std::uint64_t& told = toldTaken_[from * numRanks_ + to];
   if (taken == told) return false;
-  Connection& connection = *connections_[scratch_.placement().nodeOf(from)];
-  connection.send({kMagic, Kind::kTaken, {}, narrow(from), narrow(to), taken});
+  sendTo(scratch_.placement().nodeOf(from), {Kind::kTaken, {}, narrow(from), narrow(to), 0, taken, 0});
   told = taken;
   return true;
 }
 
 void NodeBridge::sendDeparture(std::size_t rank, Departure departure) {
   toldDepartures_[rank] = departure;
-  for (const auto& connection : connections_) {
-    if (!connection) continue;
-    connection->send({kMagic, Kind::kDeparture, {}, narrow(rank), 0, static_cast<std::uint64_t>(departure)});
-  }
+  for (const std::size_t node : nodeOf_)
+    sendTo(node, {Kind::kDeparture, {}, narrow(rank), 0, 0, static_cast<std::uint64_t>(departure), 0});
 }
 
 void NodeBridge::reportDeaths() {
@@ -310,130 +237,146 @@ void NodeBridge::reportDeaths() {
   }
 }
 
-void NodeBridge::sayGoodbye() {
-  for (const auto& connection : connections_) {
-    if (!connection) continue;
-    connection->send({kMagic, Kind::kGoodbye});
-    // The other node answers by ending its stream, so that closing the socket loses nothing.
-    ::shutdown(connection->fd, SHUT_WR);
-  }
-}
-
 // ---- receiving ----
 
 void NodeBridge::serveIncoming() {
-  std::vector<pollfd> watched;
-  for (;;) {
-    watched.clear();
-    bool isGivenUp = false;
-    for (const auto& connection : connections_) {
-      if (!connection || !connection->isReceiving) continue;
-      watched.push_back({connection->fd, POLLIN, 0});
-      isGivenUp = connection->isGivenUp();
-    }
-    if (watched.empty() || isGivenUp) return;
-    if (::poll(watched.data(), watched.size(), static_cast<int>(kLook.count())) <= 0) {
-      for (const auto& connection : connections_) {
-        if (connection && connection->isReceiving && isUnreachable(connection->fd)) end(*connection);
-      }
-      continue;
-    }
-    for (const auto& connection : connections_) {
-      if (!connection || !connection->isReceiving) continue;
-      const bool isReady = std::any_of(watched.begin(), watched.end(), [&](const pollfd& one) {
-        return one.fd == connection->fd && one.revents != 0;
-      });
-      if (!isReady) continue;
-      try {
-        receiveFrame(*connection);
-      } catch (const BridgeError&) {
-        end(*connection);
-      }
-    }
-  }
+  while (!isFinishing_.load(std::memory_order_seq_cst)) transport_->progress(kLongestWait);
+  transport_->finish(kGoodbyePatience);
+  isOver_.store(true);
+  notify();
 }
 
-void NodeBridge::receiveFrame(Connection& connection) {
-  Frame frame;
-  connection.receive(&frame, sizeof frame);
-  if (frame.magic != kMagic) throw BridgeError("what came is no frame");
-  switch (frame.kind) {
+Payload NodeBridge::open(std::size_t link, const std::byte* data, std::size_t headerBytes) {
+  const auto header = readAt<Header>(data);
+  const bool isRound = header.kind == Kind::kRound;
+  if (headerBytes != (isRound ? sizeof(RoundHeader) : sizeof(Header)))
+    throw LinkError("a header of another length than those of its kind");
+  checkSides(nodeOf_[link], header);
+  if (isRound) return openRound(header, readAt<RoundHeader>(data).extent);
+  if (header.kind == Kind::kBytes) return openBytes(header);
+  if (header.payloadBytes != 0) throw LinkError("a payload where none belongs");
+  return {};
+}
+
+/// Checks that a frame speaks of the ranks of the node that sent it, and if of others, then of this node's.
+void NodeBridge::checkSides(std::size_t node, const Header& header) const {
+  const auto isThere = [&](std::size_t rank) {
+    return rank < numRanks_ && scratch_.placement().nodeOf(rank) == node;
+  };
+  const auto isHere = [&](std::size_t rank) { return rank < numRanks_ && scratch_.isHere(rank); };
+  const bool isLeave = header.value == static_cast<std::uint64_t>(Departure::kLeft) ||
+                       header.value == static_cast<std::uint64_t>(Departure::kDied);
+  switch (header.kind) {
     case Kind::kRound:
-      return receiveRound(connection, frame);
+      if (isThere(header.a)) return;
+      break;
     case Kind::kBytes:
-      return receiveBytes(connection, frame);
+      if (isThere(header.a) && isHere(header.b)) return;
+      break;
     case Kind::kTaken:
-      return receiveTaken(connection, frame);
+      if (isHere(header.a) && isThere(header.b)) return;
+      break;
     case Kind::kDeparture:
-      return receiveDeparture(connection, frame);
-    case Kind::kGoodbye:
-      return end(connection);
+      if (isThere(header.a) && isLeave) return;
+      break;
+    default:
+      throw LinkError("a frame of no kind that there is");
   }
-  throw BridgeError("a frame of no kind that there is");
+  throw LinkError("a frame about ranks that are not its own");
 }
 
-void NodeBridge::receiveRound(Connection& connection, const Frame& frame) {
-  const std::size_t rank = rankThere(connection, frame.a);
-  RankBoard& board = scratch_.board(rank);
-  const auto round = static_cast<std::uint32_t>(frame.value);
-  if (round != board.round.load(std::memory_order_relaxed) + 1) throw BridgeError("a round out of turn");
-  Extent extent;
-  connection.receive(&board.headers[round % 2], sizeof(CallHeader));
-  connection.receive(&extent, sizeof extent);
-  if (extent.numBytes > scratch_.bufferBytes()) throw BridgeError("more than a buffer takes");
-  std::uint64_t left = frame.payloadBytes - sizeof(CallHeader) - sizeof extent;
-  for (const auto& [begin, end] : rangesFor(scratch_.placement().nodeOf(scratch_.rank()), extent)) {
-    connection.receive(scratch_.bufferOf(rank, round) + begin, end - begin);
-    left -= end - begin;
+Payload NodeBridge::openRound(const Header& header, const Extent& extent) const {
+  const auto round = static_cast<std::uint32_t>(header.value);
+  if (round != scratch_.board(header.a).round.load(std::memory_order_relaxed) + 1)
+    throw LinkError("a round out of turn");
+  if (extent.numBytes > scratch_.bufferBytes()) throw LinkError("more than a buffer takes");
+  Payload payload;
+  for (const auto& [begin, end] : rangesFor(scratch_.placement().nodeOf(scratch_.rank()), extent))
+    payload.pieces.push_back({scratch_.bufferOf(header.a, round) + begin, end - begin});
+  if (payload.numBytes() != header.payloadBytes) throw LinkError("a round of another length than its extent");
+  return payload;
+}
+
+Payload NodeBridge::openBytes(const Header& header) const {
+  const Channel& way = area_.channel(header.a, header.b);
+  const std::uint64_t written = way.written.load(std::memory_order_relaxed);
+  const std::uint64_t room = area_.ringBytes() - (written - way.taken.load(std::memory_order_acquire));
+  if (header.payloadBytes > room) throw LinkError("more than a channel takes");
+  return ringPieces(header.a, header.b, written, header.payloadBytes);
+}
+
+void NodeBridge::close(std::size_t, const std::byte* data, const Payload&) {
+  const auto header = readAt<Header>(data);
+  if (header.kind == Kind::kRound) {
+    closeRound(header, readAt<RoundHeader>(data).call);
+  } else if (header.kind == Kind::kBytes) {
+    closeBytes(header);
+  } else if (header.kind == Kind::kTaken) {
+    closeTaken(header);
+  } else {
+    depart(header.a, static_cast<Departure>(header.value));
   }
-  if (left != 0) throw BridgeError("a round of another length than its extent");
+}
+
+void NodeBridge::closeRound(const Header& header, const CallHeader& call) {
+  RankBoard& board = scratch_.board(header.a);
+  const auto round = static_cast<std::uint32_t>(header.value);
+  board.headers[round % 2] = call;
   // seq_cst, paired with the load of sleepers: as in GroupScratch::meet().
   board.round.store(round, std::memory_order_seq_cst);
   if (board.sleepers.load(std::memory_order_seq_cst) != 0) futexWake(board.round, INT_MAX);
 }
 
-void NodeBridge::receiveBytes(Connection& connection, const Frame& frame) {
-  const std::size_t from = rankThere(connection, frame.a), to = rankHere(frame.b);
-  Channel& way = area_.channel(from, to);
+void NodeBridge::closeBytes(const Header& header) {
+  Channel& way = area_.channel(header.a, header.b);
   const std::uint64_t written = way.written.load(std::memory_order_relaxed);
-  const std::uint64_t room = area_.ringBytes() - (written - way.taken.load(std::memory_order_acquire));
-  if (frame.payloadBytes > room) throw BridgeError("more than a channel takes");
-  const std::size_t offset = written % area_.ringBytes();
-  const std::size_t first = std::min<std::size_t>(frame.payloadBytes, area_.ringBytes() - offset);
-  connection.receive(area_.ring(from, to) + offset, first);
-  connection.receive(area_.ring(from, to), frame.payloadBytes - first);
-  way.written.store(written + frame.payloadBytes, std::memory_order_release);
-  area_.bell(to).ring();
+  way.written.store(written + header.payloadBytes, std::memory_order_release);
+  area_.bell(header.b).ring();
 }
 
-void NodeBridge::receiveTaken(const Connection& connection, const Frame& frame) {
-  const std::size_t from = rankHere(frame.a), to = rankThere(connection, frame.b);
-  Channel& way = area_.channel(from, to);
+void NodeBridge::closeTaken(const Header& header) {
+  Channel& way = area_.channel(header.a, header.b);
   const std::uint64_t taken = way.taken.load(std::memory_order_relaxed);
   // Rejects a count of taken bytes beyond the written ones: the sender would overrun the ring.
-  if (frame.value - taken > way.written.load(std::memory_order_acquire) - taken) {
-    throw BridgeError("more was taken than written");
-  }
-  way.taken.store(frame.value, std::memory_order_release);
-  area_.bell(from).ring();
+  if (header.value - taken > way.written.load(std::memory_order_acquire) - taken)
+    throw LinkError("more was taken than written");
+  way.taken.store(header.value, std::memory_order_release);
+  area_.bell(header.a).ring();
 }
 
-void NodeBridge::receiveDeparture(const Connection& connection, const Frame& frame) {
-  if (frame.value != static_cast<std::uint64_t>(Departure::kLeft) &&
-      frame.value != static_cast<std::uint64_t>(Departure::kDied)) {
-    throw BridgeError("a departure of no kind that there is");
+/// With a link that ends, all ranks of its node become unreachable.
+void NodeBridge::event(LinkEvent event) {
+  const std::size_t node = nodeOf_[event.link];
+  if (event.kind == LinkEvent::Kind::kEnded || event.kind == LinkEvent::Kind::kLost) {
+    for (std::size_t rank : elsewhere_) {
+      if (scratch_.placement().nodeOf(rank) == node) depart(rank, Departure::kUnreachable);
+    }
   }
-  depart(rankThere(connection, frame.a), static_cast<Departure>(frame.value));
+  {
+    const std::lock_guard<std::mutex> lock(eventsMutex_);
+    events_.push_back({nodeEventKind(event.kind), node, 0, std::move(event.text)});
+  }
+  notify();
 }
 
-/// Ends all traffic with a node.
-void NodeBridge::end(Connection& connection) {
-  connection.isReceiving = false;
-  connection.isSending.store(false, std::memory_order_relaxed);
-  ::shutdown(connection.fd, SHUT_WR);
-  for (std::size_t rank : elsewhere_) {
-    if (scratch_.placement().nodeOf(rank) == connection.node) depart(rank, Departure::kUnreachable);
-  }
+void NodeBridge::notify() noexcept {
+  const std::uint64_t one = 1;
+  [[maybe_unused]] const auto written = ::write(eventFd_, &one, sizeof one);
+}
+
+std::vector<NodeEvent> NodeBridge::takeEvents() {
+  std::uint64_t ignored = 0;
+  [[maybe_unused]] const auto got = ::read(eventFd_, &ignored, sizeof ignored);
+  const std::lock_guard<std::mutex> lock(eventsMutex_);
+  return std::exchange(events_, {});
+}
+
+void NodeBridge::resume(std::size_t node, int fd) { transport_->resume(linkTo_.at(node), fd); }
+
+void NodeBridge::interrupt(std::size_t node) { transport_->interrupt(linkTo_.at(node)); }
+
+void NodeBridge::giveUp(std::size_t node, const std::string& reason) {
+  transport_->giveUp(linkTo_.at(node), reason);
 }
 
 void NodeBridge::depart(std::size_t rank, Departure departure) {
@@ -442,18 +385,6 @@ void NodeBridge::depart(std::size_t rank, Departure departure) {
   board.departure.store(departure, std::memory_order_release);
   futexWake(board.round, INT_MAX);
   for (std::size_t own : here_) area_.bell(own).ring();
-}
-
-std::size_t NodeBridge::rankThere(const Connection& connection, std::uint64_t rank) const {
-  if (rank >= numRanks_ || scratch_.placement().nodeOf(rank) != connection.node) {
-    throw BridgeError("a rank that is of another node");
-  }
-  return rank;
-}
-
-std::size_t NodeBridge::rankHere(std::uint64_t rank) const {
-  if (rank >= numRanks_ || !scratch_.isHere(rank)) throw BridgeError("a rank that is none of this node");
-  return rank;
 }
 
 }  // namespace coarse

@@ -88,18 +88,20 @@ struct SharedCollectives::Running {
   bool isCompared = false;
 };
 
-SharedCollectives::SharedCollectives(std::unique_ptr<GroupScratch> scratch, std::vector<int> links)
+SharedCollectives::SharedCollectives(std::unique_ptr<GroupScratch> scratch, std::vector<int> links,
+                                     LinkOptions linkOptions)
     : scratch_(std::move(scratch)),
       messages_(*scratch_),
-      bridge_(links.empty() ? nullptr : std::make_unique<NodeBridge>(*scratch_, std::move(links))),
+      bridge_(links.empty() ? nullptr
+                            : std::make_unique<NodeBridge>(*scratch_, std::move(links), linkOptions)),
       rank_(scratch_->rank()),
       numRanks_(scratch_->numRanks()),
       owner_(::getpid()),
       terms_(numRanks_) {}
 
 std::shared_ptr<Collectives> SharedCollectives::shared(std::unique_ptr<GroupScratch> scratch,
-                                                       std::vector<int> links) {
-  return {new SharedCollectives(std::move(scratch), std::move(links)), LeakInForks()};
+                                                       std::vector<int> links, LinkOptions linkOptions) {
+  return {new SharedCollectives(std::move(scratch), std::move(links), linkOptions), LeakInForks()};
 }
 
 void SharedCollectives::checkOwner() const {

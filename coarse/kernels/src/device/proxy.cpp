@@ -220,7 +220,7 @@ void Proxy::joinNodes(std::size_t node, std::vector<std::vector<int>> ranks,
         nodeEvents_.push_back(std::move(event));
         notify();
       },
-      links_.isPaced() ? nodePacing() : NodePacing(), config_.metrics);
+      links_.isPaced() ? nodePacing() : NodePacing(), config_.metrics, config_.nodeLinks);
 }
 
 void Proxy::addClient(std::size_t client, int segmentFd) { intake_.addClient(client, segmentFd); }

@@ -128,7 +128,7 @@ std::string nameOf(const FrameHeader& header) {
 NodeExchange::NodeExchange(std::size_t node, std::vector<std::vector<int>> ranks,
                            const std::vector<std::vector<int>>& fds, Reduce reduce, FinishShard finishShard,
                            Report report, std::function<void(NodeEvent)> onEvent, NodePacing pacing,
-                           ProcessMetrics metrics)
+                           ProcessMetrics metrics, LinkOptions options)
     : index_{node, ranks.size()},
       ranks_(std::move(ranks)),
       reduce_(std::move(reduce)),
@@ -142,7 +142,7 @@ NodeExchange::NodeExchange(std::size_t node, std::vector<std::vector<int>> ranks
                 close(from, header, payload);
               },
               [this, onEvent = std::move(onEvent)](NodeEvent event) { passOn(std::move(event), onEvent); }},
-             std::move(metrics)) {
+             std::move(metrics), options) {
   if (index_.numNodes > kMostNodes)
     throw std::invalid_argument("a job has at most " + std::to_string(kMostNodes) + " nodes");
   if (node >= index_.numNodes || fds.size() != index_.numNodes)

@@ -1,15 +1,18 @@
 #pragma once
 
 #include <atomic>
-#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <mutex>
+#include <string>
 #include <thread>
 #include <utility>
 #include <vector>
 
 #include "coarse/collectives/group_scratch.hpp"
+#include "coarse/node/node_link.hpp"
+#include "coarse/node/transport.hpp"
 
 namespace coarse {
 
@@ -22,19 +25,30 @@ namespace coarse {
 /// the round before, and a channel only after its bytes were taken, on any node. So the receiving thread
 /// never waits, and no two nodes can wait for each other's sending.
 ///
-/// Belongs to the leader of a node, and has a thread for each direction.
+/// Belongs to the leader of a node, and has a thread that sends and one that receives.
 ///
 /// Thread safety: one thread; stop() ends the object's own threads.
-class NodeBridge {
+class NodeBridge final : private FrameHandler {
  public:
   /// @param scratch of the group; outlives this.
   /// @param fds connected stream sockets by node, -1 for its own. This object closes them, even if it throws.
   /// @throws std::invalid_argument unless there is one per node.
-  NodeBridge(const GroupScratch& scratch, std::vector<int> fds);
-  /// As stop().
+  NodeBridge(const GroupScratch& scratch, const std::vector<int>& fds, LinkOptions options = {});
+  /// As stop(), unless that was called.
   ~NodeBridge();
   NodeBridge(const NodeBridge&) = delete;
   NodeBridge& operator=(const NodeBridge&) = delete;
+
+  /// What happened to connections since the last call: they are silent, broken, in order again or lost. Any
+  /// thread may call it, and the three below, by which connections that broke are replaced.
+  std::vector<NodeEvent> takeEvents();
+  /// Readable when takeEvents() has something, and at the end; closed with the object.
+  int eventFd() const noexcept { return eventFd_; }
+  /// Whether stop() has ended the connections.
+  bool isOver() const noexcept { return isOver_.load(); }
+  void resume(std::size_t node, int fd);
+  void interrupt(std::size_t node);
+  void giveUp(std::size_t node, const std::string& reason);
 
   /// Sends the published data, says goodbye, and waits for a limited time until the others have received it.
   /// Idempotent.
@@ -42,8 +56,9 @@ class NodeBridge {
 
  private:
   enum class Kind : std::uint8_t;
-  struct Frame;
-  struct Connection;
+  struct Header;
+  struct RoundHeader;
+  using Ranges = std::vector<std::pair<std::size_t, std::size_t>>;
 
   // Run by the sending thread.
   void serveOutgoing();
@@ -54,28 +69,35 @@ class NodeBridge {
   bool sendTaken(std::size_t from, std::size_t to);
   void sendDeparture(std::size_t rank, Departure departure);
   void reportDeaths();
-  void sayGoodbye();
+  void sendTo(std::size_t node, const Header& header, Payload payload = {});
 
   // Run by the receiving thread.
   void serveIncoming();
-  void receiveFrame(Connection& connection);
-  void receiveRound(Connection& connection, const Frame& frame);
-  void receiveBytes(Connection& connection, const Frame& frame);
-  void receiveTaken(const Connection& connection, const Frame& frame);
-  void receiveDeparture(const Connection& connection, const Frame& frame);
-  void end(Connection& connection);
-  void depart(std::size_t rank, Departure departure);
-  std::size_t rankThere(const Connection& connection, std::uint64_t rank) const;
-  std::size_t rankHere(std::uint64_t rank) const;
+  Payload open(std::size_t link, const std::byte* data, std::size_t headerBytes) override;
+  Payload openRound(const Header& header, const Extent& extent) const;
+  Payload openBytes(const Header& header) const;
+  void close(std::size_t link, const std::byte* data, const Payload& payload) override;
+  void closeRound(const Header& header, const CallHeader& call);
+  void closeBytes(const Header& header);
+  void closeTaken(const Header& header);
+  void sent(std::size_t, const std::byte*, std::int64_t) noexcept override {}
+  void event(LinkEvent event) override;
 
-  std::vector<std::pair<std::size_t, std::size_t>> rangesFor(std::size_t node, const Extent& extent) const;
+  void notify() noexcept;
+  void depart(std::size_t rank, Departure departure);
+  void checkSides(std::size_t node, const Header& header) const;
+
+  Ranges rangesFor(std::size_t node, const Extent& extent) const;
+  Payload ringPieces(std::size_t from, std::size_t to, std::uint64_t begin, std::size_t numBytes) const;
 
   const GroupScratch& scratch_;
   const MessageArea& area_;
   const std::size_t numRanks_;
-  std::vector<std::unique_ptr<Connection>> connections_;  // by node; null for the own one
-  std::vector<std::size_t> here_;                         // ranks of this node
+  std::vector<std::size_t> here_;  // ranks of this node
   std::vector<std::size_t> elsewhere_;
+  std::vector<std::size_t> nodeOf_;  // by link
+  std::vector<std::size_t> linkTo_;  // by node
+  std::unique_ptr<Transport> transport_;
 
   // Used by the sending thread alone.
   std::vector<std::uint32_t> sentRounds_;  // by rank
@@ -83,8 +105,13 @@ class NodeBridge {
   std::vector<std::uint64_t> sentBytes_;   // by channel: from * ranks + to
   std::vector<std::uint64_t> toldTaken_;   // by channel
 
-  std::atomic<bool> isStopping_{false};
-  std::atomic<std::int64_t> giveUpAt_{0};  // when the receiving thread ends in any case; 0: not set
+  std::mutex eventsMutex_;  // guards events_
+  std::vector<NodeEvent> events_;
+  int eventFd_ = -1;
+
+  std::atomic<bool> isStopping_{false};   // the sending thread ends when nothing is left to send
+  std::atomic<bool> isFinishing_{false};  // then the receiving thread says goodbye
+  std::atomic<bool> isOver_{false};
   std::thread sender_;
   std::thread receiver_;
 };

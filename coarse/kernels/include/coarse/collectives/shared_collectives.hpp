@@ -23,12 +23,13 @@ class SharedCollectives final : public Collectives {
  public:
   /// @param scratch of the group, used by this object alone.
   /// @param links with several nodes, if this rank is its node's leader: as for NodeBridge.
-  explicit SharedCollectives(std::unique_ptr<GroupScratch> scratch, std::vector<int> links = {});
+  explicit SharedCollectives(std::unique_ptr<GroupScratch> scratch, std::vector<int> links = {},
+                             LinkOptions linkOptions = {});
 
   /// Returns a pointer that does not delete the object in forks of this process, which lack its threads and
   /// cannot end them.
   static std::shared_ptr<Collectives> shared(std::unique_ptr<GroupScratch> scratch,
-                                             std::vector<int> links = {});
+                                             std::vector<int> links = {}, LinkOptions linkOptions = {});
 
   void checkOwner() const override;
   void run(const Collective& call) override;
@@ -36,6 +37,9 @@ class SharedCollectives final : public Collectives {
   std::uint64_t sequence() const noexcept override { return sequence_.load(std::memory_order_relaxed); }
   std::string missingRanks() const override;
   void close() noexcept override;
+
+  /// Of a leader of several nodes; else null.
+  NodeBridge* bridge() const noexcept { return bridge_.get(); }
 
  private:
   using Deadline = GroupScratch::Deadline;

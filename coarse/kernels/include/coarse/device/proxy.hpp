@@ -44,7 +44,8 @@ struct ProxyConfig {
   std::size_t node = 0;      // of the endpoints of that table; all nodes have as many clients and devices
   std::size_t numNodes = 1;  // likewise
   std::vector<int> ranks;    // of the clients, for messages; empty: the clients' numbers
-  int epochsFd = -1;  // an EpochTable, if newcomers take the places of lost clients; the caller closes it
+  int epochsFd = -1;      // an EpochTable, if newcomers take the places of lost clients; the caller closes it
+  LinkOptions nodeLinks;  // those to other nodes
   ProcessMetrics metrics;
 
   /// @throws std::invalid_argument if a number is out of range.
@@ -157,6 +158,9 @@ class Proxy {
   void nodeEnded(std::size_t node);
   /// Notifies all other nodes that the session is over; no effect with a single node.
   void abortNodes(const std::string& text);
+  /// The connections to other nodes, to replace those that broke; any thread may. @pre joinNodes() was
+  /// called.
+  NodeLinks& nodeLinks() noexcept { return nodeExchange_->links(); }
   ProxyStatistics statistics() const noexcept;
 
  private:

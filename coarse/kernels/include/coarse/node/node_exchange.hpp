@@ -55,7 +55,7 @@ class NodeExchange {
   NodeExchange(std::size_t node, std::vector<std::vector<int>> ranks,
                const std::vector<std::vector<int>>& fds, Reduce reduce, FinishShard finishShard,
                Report report, std::function<void(NodeEvent)> onEvent, NodePacing pacing = {},
-               ProcessMetrics metrics = {});
+               ProcessMetrics metrics = {}, LinkOptions options = {});
 
   std::size_t numNodes() const noexcept { return index_.numNodes; }
   void start() { links_.start(); }
@@ -80,6 +80,8 @@ class NodeExchange {
   void workerLeftNode(std::size_t node);
   /// All devices of `node` have ended, so its missing results will not arrive.
   void nodeEnded(std::size_t node);
+  /// The connections to other nodes, to replace those that broke.
+  NodeLinks& links() noexcept { return links_; }
   /// Notifies all other nodes that the session is over.
   void abort(const std::string& text) { links_.abort(text); }
 
