@@ -628,9 +628,9 @@ print("trained")
 """
 
 
-def launchers_in(names, folder, *, timeout_s):
+def launchers_in(names, folder, *, timeout_s, script=_TRAINS):
     """`coarse run` for one worker in each network namespace, of a job of two nodes."""
-    (folder / "train.py").write_text(_TRAINS)
+    (folder / "train.py").write_text(script)
     launch = [sys.executable, "-m", "coarse", "run", "-n", "1", "--nnodes", "2", "--master-port", STORE_PORT]
     return [
         subprocess.Popen(
@@ -739,19 +739,58 @@ def ride_out(job, disturb):
     assert len({digest for outcome in outcomes for digest in outcome.value}) == 1
 
 
+def cut(names, silence_s):
+    """Cuts the cable for a time."""
+    subprocess.run(["ip", "-n", names[0], "link", "set", "cable", "down"], check=True)
+    time.sleep(silence_s)
+    subprocess.run(["ip", "-n", names[0], "link", "set", "cable", "up"], check=True)
+
+
 @pytest.mark.parametrize("silence_s", [15.0, pytest.param(60.0, marks=pytest.mark.slow)])
 def test_a_partition_is_ridden_out_with_the_bits_of_an_undisturbed_run(job, capfd, silence_s):
-    def partition(names):
-        subprocess.run(["ip", "-n", names[0], "link", "set", "cable", "down"], check=True)
-        time.sleep(silence_s)
-        subprocess.run(["ip", "-n", names[0], "link", "set", "cable", "up"], check=True)
-
-    ride_out(job, partition)
+    ride_out(job, lambda names: cut(names, silence_s))
     said = capfd.readouterr().err
     assert re.search(
         r"node [01] \(worker\(s\) [01]\): its machine has answered nothing for \d+\.\d s\. The job", said
     )
     assert "answers again; the job goes on" in said
+
+
+_REDUCES = """
+import hashlib, torch, coarse.torch
+
+def digest():
+    seen = hashlib.sha256()
+    for step in range(100):
+        numbers = torch.Generator().manual_seed(1000 * torch.distributed.get_rank() + step)
+        values = torch.randn(300_000, generator=numbers)
+        torch.distributed.all_reduce(values)
+        seen.update(values.numpy().tobytes())
+    return seen.hexdigest()
+
+torch.distributed.init_process_group("coarse")
+undisturbed = digest()
+print("under way", flush=True)
+assert digest() == undisturbed
+print("the same bits")
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_a_process_group_rides_out_a_partition_with_the_same_bits(tmp_path):
+    with namespaces() as names:
+        launchers = launchers_in(names, tmp_path, timeout_s=90, script=_REDUCES)
+        for launcher in launchers:
+            while "under way" not in (line := launcher.stdout.readline()):
+                assert line, "the job has ended"
+        cut(names, 12.0)
+        printed = [launcher.communicate(timeout=100)[0] for launcher in launchers]
+    for node, text in enumerate(printed):
+        assert "the same bits" in text, printed
+        assert (
+            f"rank {node}: node {1 - node} (rank(s) {1 - node}): its machine has answered nothing for" in text
+        )
+        assert f"rank {node}: node {1 - node} (rank(s) {1 - node}) answers again; the job goes on" in text
 
 
 def test_connections_that_a_firewall_resets_are_made_anew_with_the_same_bits(job, capfd):

@@ -103,10 +103,9 @@ void registerCollectives(py::module_& module) {
       .def(py::init(&makeCollectives), py::kw_only(), py::arg("fd"), py::arg("rank"), py::arg("num_ranks"),
            py::arg("buffer_bytes"), py::arg("pidfds"), py::arg("nodes"), py::arg("links"),
            py::arg("node_patience_ms") = LinkOptions().patience.count(), py::arg("resumes_links") = false)
-      .def("capsule", &capsuleOf)
-      .def("links",
-           [](const std::shared_ptr<Collectives>& group) { return std::make_unique<GroupLinks>(group); });
+      .def("capsule", &capsuleOf);
   py::class_<GroupLinks>(module, "GroupLinks")
+      .def(py::init<const std::shared_ptr<Collectives>&>(), py::arg("group"))
       .def_property_readonly("event_fd", &GroupLinks::eventFd)
       .def("take_events", &takeEvents)
       .def("resume_link", &resumeLink, py::arg("node"), py::arg("number"), py::arg("fd"))

@@ -103,7 +103,7 @@ def _collectives(
     )
     if plan is not None:
         watch_links(
-            collectives.links(),
+            _native.GroupLinks(collectives),
             plan,
             name=lambda node: f"rank {rank}: node {node} (rank(s) {', '.join(map(str, nodes.ranks[node]))})",
             patience_s=settings.node_patience_ms / 1000,
