@@ -676,6 +676,11 @@ def block(name: str, *rule: str) -> None:
     subprocess.run(["ip", "netns", "exec", name, "iptables", "-A", "INPUT", *rule], check=True)
 
 
+def allow_all(name: str) -> None:
+    """Undoes block()."""
+    subprocess.run(["ip", "netns", "exec", name, "iptables", "-F", "INPUT"], check=True)
+
+
 def test_a_machine_that_vanishes_while_data_is_under_way_is_lost(job):
     with namespaces() as names:
 
@@ -793,6 +798,19 @@ def test_a_process_group_rides_out_a_partition_with_the_same_bits(tmp_path):
         assert f"rank {node}: node {1 - node} (rank(s) {1 - node}) answers again; the job goes on" in text
 
 
+def test_a_network_that_carries_one_direction_only_is_waited_for(job, capfd):
+    if shutil.which("iptables") is None:
+        pytest.skip("`iptables` is missing; install iptables")
+
+    def drop(names):
+        block(names[0], "-i", "cable", "-j", "DROP")
+        time.sleep(9.0)
+        allow_all(names[0])
+
+    ride_out(job, drop)
+    assert "its machine has answered nothing for" in capfd.readouterr().err
+
+
 def test_connections_that_a_firewall_resets_are_made_anew_with_the_same_bits(job, capfd):
     if shutil.which("iptables") is None:
         pytest.skip("`iptables` is missing; install iptables")
@@ -800,7 +818,7 @@ def test_connections_that_a_firewall_resets_are_made_anew_with_the_same_bits(job
     def reset(names):
         block(names[0], "-i", "cable", "-p", "tcp", "-j", "REJECT", "--reject-with", "tcp-reset")
         time.sleep(0.3)
-        subprocess.run(["ip", "netns", "exec", names[0], "iptables", "-F", "INPUT"], check=True)
+        allow_all(names[0])
 
     ride_out(job, reset)
     said = capfd.readouterr().err
