@@ -5,29 +5,24 @@ from __future__ import annotations
 import contextlib
 import socket
 
-_BACKLOG = 1024  # one connection for each other node
+PRESENCE_BACKLOG = 1024
+"""Of a Presence's listener: one connection for each other node."""
 
 
 class Presence:
     """A socket that listens but never accepts: a connection to it lasts as long as this process.
 
     Args:
-        host: An address of this machine that others can reach.
-
-    Raises:
-        OSError: If this process cannot listen there.
+        listener: Listens at an address of this machine that others can reach; close() closes it.
     """
 
-    def __init__(self, host: str) -> None:
-        self.host = host
-        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-        self._listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
-
-    @property
-    def port(self) -> int:
-        """The port on which it listens."""
-        port: int = self._listener.getsockname()[1]
-        return port
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        address = listener.getsockname()
+        self.host: str = address[0]
+        """The address at which it listens."""
+        self.port: int = address[1]
+        """The port at which it listens."""
 
     def close(self) -> None:
         """Closes the socket, which other nodes see as the end of the process. Idempotent."""

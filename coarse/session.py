@@ -34,10 +34,12 @@ from coarse.profiler.routing import RoutingTable
 from coarse.profiler.start import OFF, FoundProfile
 from coarse.rendezvous.workers import NodeMap, PeerWatch, gather_workers
 from coarse.schema import UPDATABLE_DTYPES, TensorSpec
+from coarse.security.node_ports import NodePorts
 from coarse.session_checks import (
     check_emulated_nodes,
     check_losses,
     check_nodes,
+    check_ports,
     check_solo,
     check_specs,
     reducible,
@@ -209,13 +211,16 @@ class Session:
             return session
         has_other_nodes = identity.local_world_size < identity.world_size or bool(settings.node)
         reached_at = try_address_of_this_node(settings) if has_other_nodes else ""
-        with PeerWatch(identity, settings.node, store=store, reached_at=reached_at) as watch:
+        ports = NodePorts.parse(settings.node_ports)
+        with PeerWatch(identity, settings.node, store=store, reached_at=reached_at, ports=ports) as watch:
             addresses = gather_workers(
                 identity, store, timeout_s=settings.timeout_s, watch=watch, node=settings.node
             )
             nodes = NodeMap.of_addresses(addresses)
             with watch.telling():
                 check_nodes(settings, nodes.num_nodes)
+                check_ports(settings, nodes, nodes.node_of(identity.rank))
+                watch.require_presence()
                 check_emulated_nodes(settings, nodes)
                 check_losses(
                     settings,

@@ -12,6 +12,7 @@ import numpy as np
 from coarse.errors import RendezvousError
 from coarse.rendezvous.workers import NodeMap
 from coarse.schema import ITEM_BYTES, TensorSpec
+from coarse.security.node_ports import NodePorts
 from coarse.settings import Settings
 
 
@@ -63,6 +64,12 @@ def _check_network(machine: str, num_nodes: int) -> None:
         check_network(load_machine(machine), num_nodes)
     except ValueError as error:
         raise RendezvousError(str(error)) from None
+
+
+def check_ports(settings: Settings, nodes: NodeMap, node: int) -> None:
+    """Raises RendezvousError if COARSE_NODE_PORTS has too few ports for this node, in a job of several nodes."""
+    if nodes.num_nodes > 1:
+        NodePorts.parse(settings.node_ports).check(len(nodes.ranks[node]))
 
 
 def check_emulated_nodes(settings: Settings, nodes: NodeMap) -> None:

@@ -16,6 +16,7 @@ from coarse.errors import SettingsError
 from coarse.failpoints import parse_failpoints
 from coarse.machine.cci import LoadStore
 from coarse.machine.memory_name import MemoryName, parse_memory_devices
+from coarse.security.node_ports import NodePorts
 
 ALGORITHM_CHOICES = ("auto", "gather", "direct", "ring", "exchange", "nccl")
 SCHEDULING_CHOICES = ("queues", "fcfs")
@@ -141,6 +142,13 @@ def _are_load_store_ratios(name: str, text: str) -> None:
         raise ValueError(f"{name}: {error}") from None
 
 
+def _are_ports(name: str, text: str) -> None:
+    try:
+        NodePorts.parse(text)
+    except ValueError as error:
+        raise ValueError(f"{name}={error}") from None
+
+
 def _is_anything(name: str, value: object) -> None:
     del name, value
 
@@ -220,7 +228,7 @@ def declarations() -> tuple[Declaration, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The configuration of a session, the same on every worker except for `node` and `node_address`.
+    """The configuration of a session, the same on every worker except for `node`, `node_address` and `node_ports`.
 
     Args:
         memory_devices: Number of memory devices per node, 0 for one per local worker; or the memory of each.
@@ -282,8 +290,10 @@ class Settings:
         timeline: File for a trace of the whole job, compressed if it ends in ".gz"; "" records none.
         timeline_events: Events that each process keeps for it, rounded up to a power of two; 64 bytes each.
         node: Name of this worker's node, to run several nodes on one machine; "" asks the system.
-        node_address: Address by which other nodes reach this machine; "" takes that of the interface that leads to
-            MASTER_ADDR.
+        node_address: Address by which other nodes reach this machine, or the name of the network interface that has
+            it; "" takes that of the interface that leads to MASTER_ADDR.
+        node_ports: Range of ports at which a node listens for other nodes, such as "20000-20099"; "" takes any free
+            ones.
 
     Raises:
         ValueError: If a value is out of range; the message names the variable.
@@ -477,7 +487,12 @@ class Settings:
     )
     failpoints: str = _setting("", "faults to inject, for tests", check=_are_failpoints, is_advanced=True)
     node: str = _setting("", "name of this node, to run several on one machine", is_advanced=True)
-    node_address: str = _setting("", "address by which other nodes reach this one; detected by default")
+    node_address: str = _setting(
+        "", "address by which other nodes reach this one, or its network interface; detected by default"
+    )
+    node_ports: str = _setting(
+        "", "ports at which a node listens for others, such as 20000-20099; any by default", check=_are_ports
+    )
 
     def __post_init__(self) -> None:
         for each in declarations():

@@ -19,6 +19,7 @@ from coarse.errors import CoarseError
 from coarse.machine.catalogue import load_machine
 from coarse.machine.host import read_cpu
 from coarse.profiler.start import AUTO, CACHED, OFF, REFRESH
+from coarse.security.node_ports import NodePorts
 from coarse.settings import Declaration, Settings, declarations
 from coarse.startup.node_address import gloo_variables
 from coarse.status.address import job_id
@@ -402,6 +403,7 @@ def _require_sound_settings(environment: Mapping[str, str], num_workers: int, nu
             from coarse.session_checks import check_nodes
 
             check_nodes(settings, num_nodes)
+            NodePorts.parse(settings.node_ports).check(num_workers)
         if settings.least_workers:
             from coarse.session_checks import check_losses
 

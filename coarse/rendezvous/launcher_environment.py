@@ -14,6 +14,7 @@ from typing import Any
 from coarse.env import WorkerIdentity, is_of_tensorflow, process_environment
 from coarse.errors import RendezvousError
 from coarse.rendezvous.socket_store import Address, LocalAddress, TcpAddress
+from coarse.security.listening import host_and_port
 
 _MPI = {  # rank and number of workers, in the job and on this node
     "Open MPI": (
@@ -103,7 +104,7 @@ def unserved(host: str, port: int, reason: str) -> RendezvousError:
         advice = "Check for a firewall, and that MASTER_ADDR is an address of worker 0's machine."
     else:
         cause, advice = reason, "Check that MASTER_ADDR is an address of worker 0's machine."
-    return RendezvousError(f"worker 0 cannot serve {host}:{port}: {cause}. {advice}")
+    return RendezvousError(f"worker 0 cannot serve {host_and_port(host, port)}: {cause}. {advice}")
 
 
 def _address(identity: WorkerIdentity, environ: Mapping[str, str]) -> Address:

@@ -32,7 +32,7 @@ from coarse.rendezvous.store_server import (
 from coarse.scratch import hold
 from coarse.security import local_sockets, private_directories
 from coarse.security.job_secret import PROOF_BYTES, JobSecret
-from coarse.security.listening import listen_for_workers, meeting_host
+from coarse.security.listening import host_and_port, listen_for_workers, meeting_host
 from coarse.store import Store
 
 _FIRST_POLL_S = 0.001
@@ -56,7 +56,7 @@ class TcpAddress:
     port: int
 
     def __str__(self) -> str:
-        return f"{self.host}:{self.port}"
+        return host_and_port(self.host, self.port)
 
 
 @dataclass(frozen=True, slots=True)

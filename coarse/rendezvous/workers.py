@@ -24,7 +24,8 @@ from coarse.errors import (
     is_follow_up,
     told_error,
 )
-from coarse.liveness import LivenessProbe, Presence
+from coarse.liveness import PRESENCE_BACKLOG, LivenessProbe, Presence
+from coarse.security.node_ports import NodePorts
 from coarse.store import Store
 
 logger = logging.getLogger(__name__)
@@ -154,10 +155,17 @@ class PeerWatch:
         node: As in Settings.
         store: Through it workers tell each other why they failed; None if they do not, or follow() sets it later.
         reached_at: Address at which workers of other nodes can notice the end of this process; "" if not needed.
+        ports: There; one of them is taken.
     """
 
     def __init__(
-        self, identity: WorkerIdentity, node: str = "", *, store: Store | None = None, reached_at: str = ""
+        self,
+        identity: WorkerIdentity,
+        node: str = "",
+        *,
+        store: Store | None = None,
+        reached_at: str = "",
+        ports: NodePorts | None = None,
     ) -> None:
         self._identity = identity
         self._host = host_identity(node)
@@ -165,14 +173,27 @@ class PeerWatch:
         self._store = store
         self._has_heard = False
         self._presence: Presence | None = None
+        self._no_presence: RendezvousError | None = None
         if reached_at:
-            with contextlib.suppress(OSError):  # link_nodes() reports it
-                self._presence = Presence(reached_at)
+            self._open_presence(reached_at, ports or NodePorts())
         self._pids: dict[int, int] = {}
         self._pidfds: dict[int, int] = {}
         self._gone: set[int] = set()  # ended before the watch began
         self._elsewhere: dict[int, WorkerAddress] = {}
         self._probes: dict[int, LivenessProbe] = {}
+
+    def _open_presence(self, host: str, ports: NodePorts) -> None:
+        try:
+            self._presence = Presence(ports.listen(host, backlog=PRESENCE_BACKLOG))
+        except RendezvousError as error:
+            self._no_presence = error
+        except OSError:  # link_nodes() reports it
+            pass
+
+    def require_presence(self) -> None:
+        """Raises RendezvousError if other nodes cannot notice the end of this process, for all ports are taken."""
+        if self._no_presence is not None:
+            raise self._no_presence
 
     def own_address(self) -> WorkerAddress:
         """The address of this process, for the other workers."""

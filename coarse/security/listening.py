@@ -27,6 +27,11 @@ def meeting_host(host: str) -> str:
     return host
 
 
+def host_and_port(host: str, port: int) -> str:
+    """An address as it is written: 10.0.0.1:29500, [fd00::1]:29500."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def listen_for_workers(host: str, port: int) -> socket.socket:
     """Listens at MASTER_ADDR, which other workers connect to.
 

@@ -25,8 +25,10 @@ from dataclasses import asdict, dataclass
 from coarse.env import job_secret
 from coarse.errors import RendezvousError
 from coarse.rendezvous.workers import PROGRESS_INTERVAL_S, NodeMap, PeerWatch
+from coarse.security.node_ports import NodePorts
 from coarse.settings import Settings
-from coarse.startup.node_address import address_of_this_node, is_loopback
+from coarse.startup.address_translation import ENDS_BYTES, ends_of, translation
+from coarse.startup.node_address import address_of_this_node, describe_interfaces, is_loopback
 from coarse.store import Store
 from coarse.wire.reconnection_plan import NodeConnection, ReconnectionPlan
 
@@ -51,6 +53,19 @@ class _StrangerError(Exception):
 
 class _NothingSaidError(_StrangerError):
     """The other end closed the connection without a word."""
+
+
+class _TranslatedError(Exception):
+    """Addresses are translated between this node and one that belongs to the job.
+
+    Args:
+        caller: Number of that node.
+        how: How they are translated.
+    """
+
+    def __init__(self, caller: int, how: str) -> None:
+        super().__init__(how)
+        self.caller = caller
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,13 +100,15 @@ class NodeLinks:
         self._secret = b""
         self._addresses: dict[int, NodeAddress] = {}
 
-    def hold_ports(self, host: str) -> tuple[int, ...]:
+    def hold_ports(self, host: str, ports: NodePorts) -> tuple[int, ...]:
         """Reserves a port for each device, at which it can listen later; returns them.
 
         Raises:
-            OSError: If there is none.
+            OSError: If this machine cannot listen at `host`.
+            RendezvousError: If there are too few.
         """
-        self._holders = [_hold(host) for _ in range(self._num_devices)]
+        for _ in range(self._num_devices):
+            self._holders.append(ports.hold(host))
         return tuple(holder.getsockname()[1] for holder in self._holders)
 
     def keep(self, node: int, secret: bytes, addresses: Mapping[int, NodeAddress]) -> None:
@@ -189,12 +206,14 @@ def link_nodes(
     if nodes.num_nodes == 1:
         return links
     host = address_of_this_node(settings)
+    ports = NodePorts.parse(settings.node_ports)
     try:
-        listener = _listen(host)
+        listener = ports.listen(host, backlog=_BACKLOG)
     except OSError as error:
         raise RendezvousError(
-            f"{nodes.describe(node)} cannot listen on {host}: {error}. Set COARSE_NODE_ADDRESS to an address of this "
-            "node that the others can reach."
+            f"{nodes.describe(node)} cannot listen on {host}: {error}. Set COARSE_NODE_ADDRESS to an interface "
+            f"of this node, or one of its addresses, that the others can reach: {describe_interfaces()}. The address "
+            "of a router that translates addresses (NAT) is none of them."
         ) from error
     try:
         if node == 0:
@@ -203,7 +222,7 @@ def link_nodes(
             host=host,
             port=listener.getsockname()[1],
             num_devices=num_devices,
-            device_ports=links.hold_ports(host),
+            device_ports=links.hold_ports(host, ports),
         )
         store.set(f"node/{node}", json.dumps(asdict(own)).encode())
         _Linking(nodes, node, store, links, watch, settings.timeout_s).run(listener, own)
@@ -277,12 +296,21 @@ class _Linking:
 
     def _await_call(self, node: int, connection: int, doorman: _Doorman) -> None:
         while not self._links.has(node, connection):
+            self._check_addresses(doorman)
             try:
                 caller, number, link = doorman.visitors.get(timeout=_LOOK_INTERVAL_S)
             except queue.Empty:
                 self._look_around(node, "to connect")
             else:
                 self._links.add(caller, number, link)
+
+    def _check_addresses(self, doorman: _Doorman) -> None:
+        if (found := doorman.translated) is not None:
+            raise RendezvousError(
+                f"addresses are translated (NAT) between {self._nodes.describe(found.caller)} and "
+                f"{self._nodes.describe(self._node)}: {found}. Nodes must reach each other at their own addresses: "
+                "let containers use the network of their host, or connect the networks by routes or a VPN."
+            )
 
     def _look_around(self, node: int, what: str) -> None:
         self._watch.check()
@@ -291,8 +319,8 @@ class _Linking:
         if now > self._deadline:
             raise RendezvousError(
                 f"after {now - self._started:.1f} s {waiting}. Check the output of its workers and the network "
-                "between the nodes: a firewall may block it, or COARSE_NODE_ADDRESS may need the address of "
-                "another interface."
+                "between the nodes: a firewall may block the port (COARSE_NODE_PORTS limits the ports), a router may "
+                "translate addresses (NAT), or COARSE_NODE_ADDRESS may need another interface."
             )
         if now > self._next_report:
             self._next_report = now + PROGRESS_INTERVAL_S
@@ -313,6 +341,8 @@ class _Doorman:
         self, listener: socket.socket, node: int, secret: bytes, *, accepts_probes: bool = False
     ) -> None:
         self.visitors: queue.Queue[tuple[int, int, socket.socket]] = queue.Queue()
+        self.translated: _TranslatedError | None = None
+        """Why a node of the job was turned away, if one was."""
         self._listener = listener
         self._node = node
         self._secret = secret
@@ -367,6 +397,10 @@ class _Doorman:
                 logger.warning("refused a connection from %s: %s", address, error)
             self._forget(link)
             link.close()
+        except _TranslatedError as error:
+            self.translated = error
+            self._forget(link)
+            link.close()
         else:
             self._forget(link)
             self.visitors.put((node, connection, link))
@@ -388,7 +422,7 @@ def _call(address: NodeAddress, hello: tuple[bytes, int, int, int], secret: byte
         link.sendall(greeting)
         nonce = _receive_exactly(link, _NONCE_BYTES)
         _check(_receive_exactly(link, _PROOF_BYTES), secret, b"listener", greeting + nonce)
-        link.sendall(_prove(secret, b"caller", greeting + nonce))
+        link.sendall(_prove(secret, b"caller", greeting + nonce) + ends_of(link))
         if _receive_exactly(link, len(_WELCOME)) != _WELCOME:
             raise _StrangerError("it answers with another protocol")
     except BaseException:
@@ -407,6 +441,8 @@ def _answer(link: socket.socket, own_node: int, secret: bytes) -> tuple[int, int
     _check(_receive_exactly(link, _PROOF_BYTES), secret, b"caller", greeting + nonce)
     if node != own_node:
         raise _StrangerError(f"it wanted node {node}")
+    if how := translation(link, _receive_exactly(link, ENDS_BYTES)):
+        raise _TranslatedError(caller, how)
     link.sendall(_WELCOME)
     return caller, connection
 
@@ -433,21 +469,7 @@ def _receive_exactly(link: socket.socket, num_bytes: int) -> bytes:
     return bytes(received)
 
 
-def _listen(host: str) -> socket.socket:
-    family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-    return socket.create_server((host, 0), family=family, backlog=_BACKLOG)
-
-
 # ---- connections in place of those that broke ----
-
-
-def _hold(host: str) -> socket.socket:
-    """A socket that keeps a port from others, and does not listen."""
-    family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-    holder = socket.socket(family, socket.SOCK_STREAM)
-    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    holder.bind((host, 0))
-    return holder
 
 
 class Doorkeeper:

@@ -62,5 +62,5 @@ def within(timeout_s: float, function: Callable[[], _T], what: str, *, patience_
     except TimeoutError:
         raise RendezvousError(
             f"{what} has not answered within {timeout_s:.1f} s (COARSE_TIMEOUT_S). It may be stopped, or a firewall "
-            "may drop the messages."
+            "may drop the messages, or a router translate addresses (NAT)."
         ) from None

@@ -17,7 +17,7 @@ from coarse.env import WorkerIdentity, invitation, process_environment
 from coarse.errors import RendezvousError
 from coarse.rendezvous.launcher_environment import meeting_place, unserved, why_unresolved
 from coarse.rendezvous.workers import gather_workers
-from coarse.security.listening import meeting_host
+from coarse.security.listening import host_and_port, meeting_host
 from coarse.settings import Settings
 from coarse.startup.node_address import gloo_variables
 from coarse.torch.deadlines import Call, within
@@ -43,8 +43,8 @@ def current_process_group() -> Any:
     """Returns torch's default process group; creates it if it does not exist.
 
     An existing group is used unchanged and not destroyed. A new group is created from RANK, WORLD_SIZE, MASTER_ADDR
-    and MASTER_PORT (world size 1 without them), with the gloo backend and the time-out COARSE_TIMEOUT_S. It is
-    destroyed at exit. In a worker that takes the place of a lost one, it has rank and size, but no collectives.
+    and MASTER_PORT (world size 1 without them), with the backend of host_backend() and the time-out COARSE_TIMEOUT_S.
+    It is destroyed at exit. In a worker that takes the place of a lost one, it has rank and size, but no collectives.
 
     Raises:
         RendezvousError: If the variables contradict each other, or a worker is missing or present twice.
@@ -65,6 +65,14 @@ def init_process_group() -> None:
         RendezvousError: As current_process_group().
     """
     current_process_group()
+
+
+def host_backend(settings: Settings) -> str:
+    """torch's backend of the process groups that COARSE makes for data in host memory.
+
+    gloo listens at any free port. If the ports are limited, it is COARSE's own backend.
+    """
+    return "coarse" if settings.node_ports else "gloo"
 
 
 def choose_process_group(process_group: Any, device_mesh: Any) -> Any:
@@ -105,7 +113,7 @@ def _make_process_group(identity: WorkerIdentity, environ: Mapping[str, str]) ->
             within(
                 timeout_s,
                 lambda: dist.init_process_group(
-                    "gloo", store=part, rank=rank, world_size=size, timeout=timeout
+                    host_backend(settings), store=part, rank=rank, world_size=size, timeout=timeout
                 ),
                 "a worker that torch's gloo connects to, or the store at MASTER_ADDR,",
                 patience_s=_PATIENCE_S,  # torch's own error, if raised in time, has more details
@@ -158,13 +166,14 @@ def _reach(rank: int, host: str, port: int, timeout_s: float) -> Any:
         elapsed_s = time.monotonic() - started
         if elapsed_s >= timeout_s:
             raise RendezvousError(
-                f"worker {rank}: no process answered at {host}:{port} within {elapsed_s:.0f} s ({reason}). Start "
-                "worker 0, or check MASTER_ADDR, MASTER_PORT and the network, for example for a firewall."
+                f"worker {rank}: no process answered at {host_and_port(host, port)} within {elapsed_s:.0f} s "
+                f"({reason}). Start worker 0, or check MASTER_ADDR, MASTER_PORT and the network, for example for a "
+                "firewall."
             )
         unresolved = why_unresolved(host)
         logger.warning(
-            "[w%s] %.0f s: waiting for worker 0 at %s:%s%s",
-            *(rank, elapsed_s, host, port, unresolved and f" ({unresolved})"),
+            "[w%s] %.0f s: waiting for worker 0 at %s%s",
+            *(rank, elapsed_s, host_and_port(host, port), unresolved and f" ({unresolved})"),
         )
         # Some failures, such as those of name resolution, are immediate.
         time.sleep(max(0.0, min(attempted + _REPORT_INTERVAL_S, started + timeout_s) - time.monotonic()))

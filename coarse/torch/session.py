@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
 import weakref
 from collections import deque
@@ -24,6 +25,8 @@ from coarse.torch.failing import is_failing
 from coarse.torch.group_teardown import hold_process_groups, keep_process_groups_in_forks
 from coarse.torch.store import TorchStore, store_of_group
 from coarse.torch.store_namespace import fresh_part
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -95,10 +98,21 @@ def _join(process_group: Any) -> GroupSession:
     torch_store = store_of_group(process_group)
     # A launcher's store may outlive process groups: keys of an earlier session must not be reused.
     with fresh_part(torch_store, prefix="coarse", rank=rank, size=size, timeout_s=timeout_s) as store:
-        session = Session.join(
-            identity=_identity(process_group, store), store=store, name=str(process_group.group_name)
-        )
+        identity = _identity(process_group, store)
+        if settings.node_ports and identity.local_world_size < size:
+            _warn_of_other_ports(process_group, rank, settings.node_ports)
+        session = Session.join(identity=identity, store=store, name=str(process_group.group_name))
     return _held(GroupSession(session), process_group)
+
+
+def _warn_of_other_ports(process_group: Any, rank: int, ports: str) -> None:
+    backend = str(dist.get_backend(process_group))
+    if rank == 0 and backend != "coarse":
+        logger.warning(
+            "[w0] COARSE_NODE_PORTS=%s limits COARSE's ports, but not those of the process group's backend, %s. If a "
+            'firewall blocks others, use init_process_group("coarse") or coarse.torch.init_process_group()',
+            *(ports, backend),
+        )
 
 
 def _enter(process_group: Any, text: str) -> Session:

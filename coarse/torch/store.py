@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from coarse.env import job_secret, master_address
 from coarse.errors import RendezvousError
-from coarse.security.listening import listen_for_workers, meeting_host
+from coarse.security.listening import host_and_port, listen_for_workers, meeting_host
+from coarse.security.node_ports import NodePorts
 from coarse.settings import Settings
 from coarse.torch.deadlines import within
 
@@ -95,13 +96,15 @@ def store_of_group(process_group: Any) -> Any:
 
 
 def _serve_store(process_group: Any) -> Any:
-    timeout_s = Settings.from_environment().timeout_s
+    settings = Settings.from_environment()
+    timeout_s = settings.timeout_s
     timeout = timedelta(seconds=timeout_s)
     server: list[Any] = [None]
     store = None
     if dist.get_rank(process_group) == 0:
         host = meeting_host(_reachable_host())
-        store = serve_store(host, 0, timeout=timeout)
+        ports = NodePorts.parse(settings.node_ports)
+        store = _serve_at(ports.take(lambda port: listen_for_workers(host, port)), host, timeout)
         server[0] = (host, store.port)
     first = dist.get_global_rank(process_group, 0)
     within(
@@ -114,7 +117,7 @@ def _serve_store(process_group: Any) -> Any:
         store = within(
             timeout_s,
             lambda: dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout),
-            f"the first worker's store at {host}:{port}",
+            f"the first worker's store at {host_and_port(host, port)}",
         )
     return store
 
@@ -130,7 +133,10 @@ def serve_store(host: str, port: int, *, timeout: timedelta) -> Any:
     Raises:
         OSError, RuntimeError: If the address is taken.
     """
-    listener = listen_for_workers(host, port)
+    return _serve_at(listen_for_workers(host, port), host, timeout)
+
+
+def _serve_at(listener: socket.socket, host: str, timeout: timedelta) -> Any:
     return dist.TCPStore(
         host,
         listener.getsockname()[1],

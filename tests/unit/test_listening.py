@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from coarse.security.listening import listen_for_workers, meeting_host
+from coarse.security.listening import host_and_port, listen_for_workers, meeting_host
 
 
 def answers_at(listener, host):
@@ -53,3 +53,15 @@ def test_so_are_they_of_a_name_that_is_loopback_to_this_machine_only(monkeypatch
 def test_a_port_that_is_taken_is_told():
     with listen_for_workers("127.0.0.1", 0) as listener, pytest.raises(OSError, match="in use"):
         listen_for_workers("127.0.0.1", listener.getsockname()[1])
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+def test_an_address_of_ipv6_is_taken_as_it_is():
+    with listen_for_workers("::1", 0) as listener:
+        assert answers_at(listener, "::1")
+        assert not answers_at(listener, "127.0.0.1")
+
+
+def test_addresses_are_written_so_that_the_port_stands_out():
+    assert host_and_port("10.0.0.1", 29500) == "10.0.0.1:29500"
+    assert host_and_port("fd00::1", 29500) == "[fd00::1]:29500"

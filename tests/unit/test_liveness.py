@@ -8,8 +8,6 @@ import signal
 import socket
 import time
 
-import pytest
-
 from coarse.liveness import LivenessProbe, Presence
 
 LIMIT_S = 30.0
@@ -30,7 +28,7 @@ def await_connection(probe):
 
 
 def test_a_process_that_is_killed_is_seen_to_end_by_all_who_look():
-    presence = Presence("127.0.0.1")
+    presence = Presence(socket.create_server(("127.0.0.1", 0), backlog=MANY))
     pid = os.fork()
     if pid == 0:
         signal.pause()
@@ -58,8 +56,3 @@ def test_one_that_cannot_be_reached_is_not_taken_for_one_that_has_ended():
         await_connection(probe)
         probe.close()
     assert (refused.problem, absent.problem) == ("Connection refused", "")
-
-
-def test_an_address_that_is_not_there_is_refused():
-    with pytest.raises(OSError, match="assign requested address"):
-        Presence("192.0.2.1")

@@ -22,6 +22,7 @@ from coarse.torch.checkpoint.worker_state import rank_here
 from coarse.torch.deadlines import within
 from coarse.torch.failing import is_failing
 from coarse.torch.group_teardown import hold_process_group
+from coarse.torch.process_group import host_backend
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ class SaveAgreement:
             timeout = timedelta(seconds=timeout_s)
             self._group = within(
                 timeout_s + _PATIENCE_S,  # torch's own error, if raised in time, has more details
-                lambda: dist.new_group(backend="gloo", timeout=timeout),
+                lambda: dist.new_group(backend=host_backend(settings), timeout=timeout),
                 "a worker that takes part in checkpoints, or the process group's store,",
             )
             atexit.register(_finish, weakref.ref(self), os.getpid())

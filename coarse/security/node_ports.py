@@ -1,0 +1,87 @@
+"""The ports at which a node listens for other nodes: any free ones, or those that a firewall lets through."""
+
+from __future__ import annotations
+
+import errno
+import re
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from coarse.errors import RendezvousError
+
+_HIGHEST_PORT = 65535
+
+
+@dataclass(frozen=True, slots=True)
+class NodePorts:
+    """A range of TCP ports, which COARSE_NODE_PORTS sets.
+
+    Args:
+        first, last: Its lowest and its highest port; both 0 for any free port.
+    """
+
+    first: int = 0
+    last: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> NodePorts:
+        """Reads "20000-20099"; "" stands for any free port.
+
+        Raises:
+            ValueError: If `text` is anything else.
+        """
+        found = re.fullmatch(r"(\d+)-(\d+)", text)
+        ports = cls(*map(int, found.groups())) if found else cls()
+        if text and not 0 < ports.first <= ports.last <= _HIGHEST_PORT:
+            raise ValueError(f"{text!r} is not a range of ports; write one such as 20000-20099")
+        return ports
+
+    def __str__(self) -> str:
+        return f"{self.first}-{self.last}"
+
+    def __len__(self) -> int:
+        return self.last - self.first + 1
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether it is a range."""
+        return self.first > 0
+
+    def check(self, num_workers: int) -> None:
+        """Raises RendezvousError if the range is too small for a node with this number of workers."""
+        needed = num_workers + 1
+        if self.is_limited and len(self) < needed:
+            raise RendezvousError(
+                f"COARSE_NODE_PORTS={self} has {len(self)} port(s), but a node of {num_workers} worker(s) needs "
+                f"{needed}: one for each worker, and one for the connections of other nodes. Set a range of at least "
+                f"{needed} ports, and as many more for each other job on the machine."
+            )
+
+    def listen(self, host: str, *, backlog: int) -> socket.socket:
+        """Listens at a free port of the range.
+
+        Raises:
+            OSError: If this machine cannot listen at `host`.
+            RendezvousError: If all ports of the range are taken.
+        """
+        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+        return self.take(lambda port: socket.create_server((host, port), family=family, backlog=backlog))
+
+    def take(self, listen: Callable[[int], socket.socket]) -> socket.socket:
+        """The first result of `listen` for the ports of the range in turn, or for port 0.
+
+        Raises:
+            OSError: That of `listen`, unless it is that a port is taken.
+            RendezvousError: If all ports of the range are taken.
+        """
+        for port in range(self.first, self.last + 1):
+            try:
+                return listen(port)
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE or not self.is_limited:
+                    raise
+        raise RendezvousError(
+            f"all {len(self)} ports of COARSE_NODE_PORTS={self} are taken on this machine. A node needs one for each "
+            "of its workers and one more, and so does the node of each other job here. Set a wider range."
+        )
