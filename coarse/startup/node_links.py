@@ -318,9 +318,10 @@ class _Linking:
         waiting = f"node {self._node} waits for {self._nodes.describe(node)} {what}"
         if now > self._deadline:
             raise RendezvousError(
-                f"after {now - self._started:.1f} s {waiting}. Check the output of its workers and the network "
-                "between the nodes: a firewall may block the port (COARSE_NODE_PORTS limits the ports), a router may "
-                "translate addresses (NAT), or COARSE_NODE_ADDRESS may need another interface."
+                f"{waiting}: it has not answered within {self._deadline - self._started:.1f} s (COARSE_TIMEOUT_S). "
+                "Look at the output of its workers. It may be stopped, or a firewall may drop the messages "
+                "(COARSE_NODE_PORTS limits the ports), a router may translate addresses (NAT), or "
+                "COARSE_NODE_ADDRESS may need another interface."
             )
         if now > self._next_report:
             self._next_report = now + PROGRESS_INTERVAL_S

@@ -20,6 +20,7 @@ from coarse.rendezvous.workers import gather_workers
 from coarse.security.listening import host_and_port, meeting_host
 from coarse.settings import Settings
 from coarse.startup.node_address import gloo_variables
+from coarse.startup.reachability import check_reach, watch_for_start
 from coarse.torch.deadlines import Call, within
 from coarse.torch.failing import is_failing
 from coarse.torch.group_teardown import (
@@ -106,7 +107,9 @@ def _make_process_group(identity: WorkerIdentity, environ: Mapping[str, str]) ->
         whole = _connect(identity, environ, timeout_s)
         with fresh_part(whole, prefix="coarse", rank=rank, size=size, timeout_s=timeout_s) as store:
             # Runs before torch's rendezvous, which waits without any message.
-            gather_workers(identity, store, timeout_s=timeout_s)
+            with watch_for_start(identity, settings) as watch:
+                addresses = gather_workers(identity, store, timeout_s=timeout_s, watch=watch)
+                check_reach(rank, addresses, store, settings, watch)
             if size > identity.local_world_size:
                 process_environment().update(gloo_variables(settings, environ))
             part = store.part("group")

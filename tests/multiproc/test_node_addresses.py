@@ -227,12 +227,9 @@ def test_ports_that_others_have_taken_are_told(job):
 # ---- translation of addresses ----
 
 
-def test_a_node_behind_a_router_that_translates_addresses_is_refused_with_both(job):
-    def worker(me):
-        enter_namespace(names[me.rank])
-        os.environ["MASTER_ADDR"] = "10.77.0.1"
-        me.join(node=f"n{me.rank}")
-
+@contextlib.contextmanager
+def translated_namespaces():
+    """Two namespaces. What the second sends comes from 10.77.0.99, as if a router stood before it."""
     if shutil.which("iptables") is None:
         pytest.skip("`iptables` is missing; install iptables")
     with namespaces() as names:
@@ -243,12 +240,31 @@ def test_a_node_behind_a_router_that_translates_addresses_is_refused_with_both(j
         )
         if made.returncode:
             pytest.skip(f"addresses cannot be translated here: {made.stderr.strip()}")
+        yield names
+
+
+TRANSLATED = (
+    "addresses are translated (NAT) between node 1 (worker(s) 1) and node 0 (worker(s) 0): its address "
+    "is 10.77.0.2, but its connection comes from 10.77.0.99."
+)
+
+
+def test_a_node_behind_a_router_that_translates_addresses_is_refused_with_both(job):
+    def worker(me):
+        enter_namespace(names[me.rank])
+        os.environ["MASTER_ADDR"] = "10.77.0.1"
+        me.join(node=f"n{me.rank}")
+
+    with translated_namespaces() as names:
         for outcome in job.outcomes(2, worker):
             assert outcome.error == "RendezvousError"
-            assert (
-                "addresses are translated (NAT) between node 1 (worker(s) 1) and node 0 (worker(s) 0): its address "
-                "is 10.77.0.2, but its connection comes from 10.77.0.99."
-            ) in outcome.message
+            assert TRANSLATED in outcome.message
+
+
+def test_so_it_is_before_gloo_connects(tmp_path):
+    with translated_namespaces() as names:
+        for printed in run_in(names, tmp_path, master="10.77.0.1"):
+            assert TRANSLATED in printed, printed
 
 
 def test_an_address_that_this_machine_does_not_have_is_told(job):

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -100,6 +101,36 @@ def test_lightning_starts_its_own_workers():
 def test_ray_train(tmp_path):
     needs("ray")
     check_accuracy(run(sys.executable, "ray_digits.py", *DIGITS, "--results", str(tmp_path)))
+
+
+@pytest.mark.slow
+def test_ray_train_goes_on_from_a_checkpoint_after_a_worker_is_lost(tmp_path):
+    needs("ray")
+    script = ("ray_preemptible_digits.py", "--epochs", "20", "--every", "20")
+    folders = ("--checkpoints", str(tmp_path / "checkpoints"), "--results", str(tmp_path / "ray"))
+    with subprocess.Popen(
+        [sys.executable, "-u", *script, *folders],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=EXAMPLES,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"},
+    ) as job:
+        assert job.stdout is not None
+        begun, printed, is_lost = [], "", False
+        for line in job.stdout:
+            printed += line
+            if found := re.search(r"RayTrainWorker pid=(\d+)\).* begins at step (\d+)", line):
+                begun.append(int(found[2]))
+                victim = int(found[1])
+            if " saved step-" in line and not is_lost:
+                os.kill(victim, signal.SIGKILL)
+                is_lost = True
+        assert job.wait() == 0, printed
+    assert begun[0] == 0, printed
+    assert begun[-1] >= 20, printed
+    assert "test accuracy" in printed
 
 
 @pytest.mark.slow
