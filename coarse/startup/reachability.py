@@ -39,7 +39,7 @@ def check_reach(
         watch: Notices workers that die during the wait.
 
     Raises:
-        RendezvousError: If nodes cannot reach each other; all workers give one reason.
+        RendezvousError: If nodes cannot reach each other, or have too few ports; all workers give one reason.
         WorkerLostError: If a worker dies meanwhile.
     """
     nodes = NodeMap.of_addresses(addresses)
@@ -51,6 +51,8 @@ def check_reach(
 
 def _reach(rank: int, nodes: NodeMap, store: Store, settings: Settings, watch: PeerWatch) -> None:
     node = nodes.node_of(rank)
+    NodePorts.parse(settings.node_ports).check(len(nodes.ranks[node]))
+    watch.require_presence()
     if rank == nodes.ranks[node][0]:
         link_nodes(nodes, node, store, num_devices=1, settings=settings, watch=watch).close()
         store.set(f"reached/{node}", b"")

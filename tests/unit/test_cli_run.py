@@ -117,6 +117,10 @@ def test_a_flag_beats_what_the_environment_says_in_another_way(tmp_path):
         (("--keep-devices", "9", "--replicas", "1", "--memory-devices", "1"), "there is only one; start two"),
         (("--algorithm", "ring", *TWO_NODES), "'ring' works only within one node, but this job has 2"),
         (("--keep-devices", "9", *TWO_NODES), "memory devices are kept within one node"),
+        (
+            ("--node-ports", "20000-20001", *TWO_NODES),
+            r"a node of 2 worker\(s\) needs 3: one for each worker",
+        ),
         (("--machine", "cxl2-x8", *TWO_NODES), "cxl2-x8 describes no network, but this job has 2 nodes"),
         (
             ("--machine", "aws-p3", "--memory-devices", "cuda:0", *TWO_NODES),
