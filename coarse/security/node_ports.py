@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import re
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from coarse.errors import RendezvousError
@@ -50,12 +50,13 @@ class NodePorts:
 
     def check(self, num_workers: int) -> None:
         """Raises RendezvousError if the range is too small for a node with this number of workers."""
-        needed = num_workers + 1
+        needed = 2 * num_workers + 2
         if self.is_limited and len(self) < needed:
             raise RendezvousError(
                 f"COARSE_NODE_PORTS={self} has {len(self)} port(s), but a node of {num_workers} worker(s) needs "
-                f"{needed}: one for each worker, and one for the connections of other nodes. Set a range of at least "
-                f"{needed} ports, and as many more for each other job on the machine."
+                f"{needed}: one for each worker and one for each memory device, one for the connections of other "
+                f"nodes, and one for a process group. Set a range of at least {needed} ports, and as many more for "
+                "each other job on the machine."
             )
 
     def listen(self, host: str, *, backlog: int) -> socket.socket:
@@ -68,6 +69,16 @@ class NodePorts:
         family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
         return self.take(lambda port: socket.create_server((host, port), family=family, backlog=backlog))
 
+    def hold(self, host: str) -> socket.socket:
+        """A socket that keeps a free port of the range from others, and does not listen; the highest ports go first.
+
+        Raises:
+            OSError: If this machine cannot listen at `host`.
+            RendezvousError: If all ports of the range are taken.
+        """
+        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+        return self._take(range(self.last, self.first - 1, -1), lambda port: _bound(family, host, port))
+
     def take(self, listen: Callable[[int], socket.socket]) -> socket.socket:
         """The first result of `listen` for the ports of the range in turn, or for port 0.
 
@@ -75,7 +86,10 @@ class NodePorts:
             OSError: That of `listen`, unless it is that a port is taken.
             RendezvousError: If all ports of the range are taken.
         """
-        for port in range(self.first, self.last + 1):
+        return self._take(range(self.first, self.last + 1), listen)
+
+    def _take(self, ports: Iterable[int], listen: Callable[[int], socket.socket]) -> socket.socket:
+        for port in ports:
             try:
                 return listen(port)
             except OSError as error:
@@ -83,5 +97,18 @@ class NodePorts:
                     raise
         raise RendezvousError(
             f"all {len(self)} ports of COARSE_NODE_PORTS={self} are taken on this machine. A node needs one for each "
-            "of its workers and one more, and so does the node of each other job here. Set a wider range."
+            "of its workers and memory devices and two more, and so does the node of each other job here. Set a wider "
+            "range."
         )
+
+
+def _bound(family: socket.AddressFamily, host: str, port: int) -> socket.socket:
+    """A socket with a port that no other socket has; later, one may listen there beside it."""
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        bound.bind((host, port))
+    except OSError:
+        bound.close()
+        raise
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return bound

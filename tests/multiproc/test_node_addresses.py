@@ -193,35 +193,35 @@ def firewall():
 
 
 def test_a_job_needs_no_ports_but_those_that_were_given(tmp_path, firewall):
-    """Two workers on a node, and three ports: with MASTER_PORT all that the firewall lets through."""
+    """Two workers on a node, and six ports: with MASTER_PORT all that the firewall lets through."""
     with namespaces() as names:
         for name in names:
-            firewall(name, STORE_PORT, "20000:20002")
-        printed = run_in(names, tmp_path, master="10.77.0.1", workers=2, COARSE_NODE_PORTS="20000-20002")
+            firewall(name, STORE_PORT, "20000:20005")
+        printed = run_in(names, tmp_path, master="10.77.0.1", workers=2, COARSE_NODE_PORTS="20000-20005")
         assert have_trained(printed, 2, "coarse"), printed
 
 
 def test_too_few_ports_end_the_start_with_the_number_that_is_needed(job):
     def worker(me):
         node = me.rank // 2
-        me.join(node=f"n{node}", node_address=f"127.0.0.{9 + node}", node_ports=f"20000-{20_002 - node}")
+        me.join(node=f"n{node}", node_address=f"127.0.0.{9 + node}", node_ports=f"20000-{20_005 - node}")
 
     messages = [outcome.message for outcome in job.outcomes(4, worker)]
     for message in messages:
-        assert "COARSE_NODE_PORTS=20000-20001 has 2 port(s), but a node of 2 worker(s) needs 3" in message
+        assert "COARSE_NODE_PORTS=20000-20004 has 5 port(s), but a node of 2 worker(s) needs 6" in message
     assert messages[0].startswith("worker 0: worker ")
 
 
 def test_ports_that_others_have_taken_are_told(job):
     def worker(me):
-        me.join(node=f"n{me.rank}", node_address=HOST, node_ports="20000-20002" if me.rank else "")
+        me.join(node=f"n{me.rank}", node_address=HOST, node_ports="20000-20003" if me.rank else "")
 
     with contextlib.ExitStack() as stack:
-        for port in (20000, 20001, 20002):
+        for port in range(20_000, 20_004):
             stack.enter_context(socket.create_server((HOST, port)))
         for outcome in job.outcomes(2, worker):
             assert outcome.error == "RendezvousError"
-            assert "all 3 ports of COARSE_NODE_PORTS=20000-20002 are taken on this machine" in outcome.message
+            assert "all 4 ports of COARSE_NODE_PORTS=20000-20003 are taken on this machine" in outcome.message
 
 
 # ---- translation of addresses ----

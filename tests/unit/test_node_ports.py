@@ -58,6 +58,16 @@ def test_a_port_whose_listener_has_closed_is_free_although_its_connections_last(
         ports.listen(HOST, backlog=1).close()
 
 
+def test_ports_that_are_held_are_the_last_ones_and_can_be_listened_at_later():
+    ports = free_ports(3)
+    with ports.hold(HOST) as last, ports.hold(HOST) as middle, ports.listen(HOST, backlog=1) as first:
+        held = [each.getsockname()[1] for each in (first, middle, last)]
+        assert held == [ports.first, ports.first + 1, ports.last]
+        with pytest.raises(RendezvousError, match="all 3 ports of"):
+            ports.hold(HOST)
+        socket.create_server(last.getsockname()).close()
+
+
 def test_without_a_range_any_port_will_do():
     with NodePorts().listen(HOST, backlog=1) as one, NodePorts().listen(HOST, backlog=1) as other:
         assert one.getsockname() != other.getsockname()
@@ -69,7 +79,7 @@ def test_an_address_of_another_machine_is_refused_as_such(ports):
         ports.listen("192.0.2.1", backlog=1)
 
 
-@pytest.mark.parametrize(("num_workers", "needed"), [(1, 2), (8, 9)])
+@pytest.mark.parametrize(("num_workers", "needed"), [(1, 4), (8, 18)])
 def test_a_range_that_is_too_small_says_how_many_ports_are_needed(num_workers, needed):
     NodePorts(20_000, 20_000 + needed - 1).check(num_workers)
     NodePorts().check(num_workers)
