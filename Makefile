@@ -16,7 +16,7 @@ FORMATTED_SOURCES = $(shell find coarse tests benchmarks -name '*.cpp' -o -name 
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help train train-tf experiments benchmarks gpu docs model wheels wheels-all quick test test-all lint python-test native-test native-test-asan native-test-tsan clean
+.PHONY: help train train-tf experiments benchmarks gpu cuda docs model wheels wheels-all quick test test-all lint python-test native-test native-test-asan native-test-tsan clean
 
 help:  ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*  ## /\1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -32,6 +32,14 @@ experiments: $(INSTALLED)  ## Run the paper's experiments and rewrite their tabl
 
 gpu: $(INSTALLED)  ## Run what only a GPU decides: tests and benchmarks, in a table beside their aims (ten minutes).
 	$(BIN)/python benchmarks/gpu_report.py
+
+# Newer compilers than those of the environment; no wheel of CUDA 12 has nvcc, so put one on PATH for that.
+CUDA_12 := nvidia-cuda-nvrtc-cu12
+CUDA_13 := nvidia-cuda-nvrtc nvidia-cuda-nvcc nvidia-cuda-crt nvidia-nvvm nvidia-cuda-runtime
+cuda: $(INSTALLED)  ## Compile the kernels by the newest NVRTC of CUDA 12 and 13, and nvcc, which are downloaded (600 MB).
+	$(BIN)/python -m pip install -q --upgrade --no-deps --target build/cuda-12 $(CUDA_12)
+	$(BIN)/python -m pip install -q --upgrade --no-deps --target build/cuda-13 $(CUDA_13)
+	PYTHONPATH=build/cuda-12:build/cuda-13 $(BIN)/python -m pytest -q tests/unit/test_cuda_sources.py
 
 docs: $(INSTALLED)  ## Build the documentation as a site in build/site; broken links are errors.
 	$(BIN)/python -m sphinx -W --keep-going -q -c docs/site . build/site -d build/site-doctrees

@@ -18,24 +18,27 @@ from coarse.kernels.cuda_compiling import OPTIONS, choose_compiler, compiled
 from coarse.kernels.cuda_kernels import kernel_names, source
 from coarse.kernels.nvrtc import find_nvrtc
 
-ARCHITECTURES = (70, 80, 90)  # V100, A100, H100 and H200
+ARCHITECTURES = {12: (60, 70, 80, 90), 13: (90, 100)}
+"""By major version of the compiler: P100, V100, A100, H100 and H200, B200."""
+
 SOURCES = Path(coarse.kernels.__file__).with_name("cuda")
 
 
-def nvrtc_for(architecture):
-    found = find_nvrtc()
-    if not found:
-        pytest.skip("NVRTC was not found: pip install nvidia-cuda-nvrtc-cu12")
-    for nvrtc in found:
-        if architecture in nvrtc.architectures():
+def nvrtc_for(architecture, majors=(12, 13)):
+    """The newest run-time compiler of these versions that knows a GPU."""
+    for nvrtc in find_nvrtc():
+        if nvrtc.version[0] in majors and architecture in nvrtc.architectures():
             return nvrtc
-    pytest.skip(f"{' and '.join(map(str, found))} no longer compile for sm_{architecture}")
+    versions = " or ".join(map(str, majors))
+    pytest.skip(f"no NVRTC of CUDA {versions} for sm_{architecture} was found; make cuda installs both")
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("major", "architecture"), [(major, each) for major in ARCHITECTURES for each in ARCHITECTURES[major]]
+)
 @pytest.mark.parametrize("file", sorted(kernel_names()))
-def test_nvrtc_compiles_every_kernel(file, architecture):
-    nvrtc = nvrtc_for(architecture)
+def test_nvrtc_compiles_every_kernel(file, major, architecture):
+    nvrtc = nvrtc_for(architecture, (major,))
     cubin = nvrtc.compile(source(file), name=f"{file}.cu", architecture=architecture, options=OPTIONS)
     # Kernels have sections of these names.
     missing = [name for name in kernel_names()[file] if f".text.{name}\0".encode() not in cubin]
@@ -65,6 +68,13 @@ def test_arrays_are_read_and_written_by_vectors(entries):
             assert re.search(rf"\b{access}\.(global\.)?(v4\.[fu]32|v2\.[fu]64)", text), name
         is_narrow = name.endswith("_uint8")
         assert is_narrow or not re.search(r"\bld\.(global\.)?u8", text), name
+
+
+@pytest.mark.parametrize("file", ["measure", "reduce"])
+def test_without_grid_constants_kernels_read_their_parameter_in_place_too(file):
+    nvrtc = nvrtc_for(60)
+    ptx = nvrtc.compile(source(file), name="ptx", architecture=60, options=OPTIONS, is_virtual=True)
+    assert b".local" not in ptx  # each thread would have a copy of 4 KiB
 
 
 def test_the_threads_locale_is_that_of_before():
@@ -180,43 +190,59 @@ def test_a_driver_that_is_too_old_is_told_what_to_install():
         choose_compiler([Found(13, 0)], (12, 2), 90)
 
 
+def test_of_both_versions_the_right_one_is_taken():
+    found = find_nvrtc()
+    if {12, 13} - {nvrtc.version[0] for nvrtc in found}:
+        pytest.skip("NVRTC of CUDA 12 and 13 were not both found; make cuda installs both")
+    newest = max(nvrtc.version for nvrtc in found if nvrtc.version[0] == 12)
+    assert choose_compiler(found, (13, 0), 90).version[0] == 13
+    assert choose_compiler(found, (12, 0), 90).version == newest
+    assert choose_compiler(found, (13, 0), 60).version[0] == 12
+
+
 def test_without_a_compiler_it_is_told_what_to_install():
     with pytest.raises(CoarseError, match=r"NVRTC, which was not found: pip install 'coarse-train\[cuda\]'"):
         choose_compiler([], (13, 0), 90)
 
 
 @pytest.fixture(scope="module")
-def nvcc():
-    """The compiler on PATH, or that of the wheels."""
-    wheels = (str(Path(entry) / "nvidia" / "cu13" / "bin") for entry in sys.path)
-    path = shutil.which("nvcc") or shutil.which("nvcc", path=os.pathsep.join(wheels))
-    if path is None:
+def nvccs():
+    """The compilers on PATH and of the wheels, one of each version."""
+    wheels = [str(Path(entry) / "nvidia" / "cu13" / "bin") for entry in sys.path]
+    paths = [shutil.which("nvcc"), *(shutil.which("nvcc", path=wheel) for wheel in wheels)]
+    found = {ask(path, "--version"): path for path in filter(None, paths)}
+    if not found:
         pytest.skip("nvcc was not found: pip install -e '.[dev]', or a CUDA toolkit on PATH")
-    return path
+    return list(found.values())
 
 
-# sm_90 by the PTX of sm_80, which is most of the work and the same: sources ask for no more than that.
-CODE_OF = {70: (70,), 80: (80, 90)}
+def ask(nvcc, option):
+    return subprocess.run([nvcc, option], capture_output=True, text=True, check=True).stdout
+
+
+# Those after the first by its PTX, which is most of the work and the same: sources ask for no more than that.
+CODE_OF = {60: (60,), 70: (70,), 80: (80, 90)}
 
 
 def test_nvcc_has_code_for_every_gpu():
-    assert sorted(code for codes in CODE_OF.values() for code in codes) == sorted(ARCHITECTURES)
+    assert sorted(code for codes in CODE_OF.values() for code in codes) == sorted(ARCHITECTURES[12])
 
 
 @pytest.mark.parametrize("file", sorted(kernel_names()))
-def test_nvcc_compiles_without_warnings(nvcc, file, tmp_path):
-    known = subprocess.run(
-        [nvcc, "--list-gpu-arch"], capture_output=True, text=True, check=True
-    ).stdout.split()
-    targets = [
-        f"-gencode=arch=compute_{virtual},code=[{','.join(f'sm_{code}' for code in codes)}]"
-        for virtual, codes in CODE_OF.items()
-        if f"compute_{virtual}" in known
-    ]
-    assert targets, known
+def test_nvcc_compiles_without_warnings(nvccs, file, tmp_path):
     # Which GPUs and compilers of C++ NVIDIA is about to leave behind is no fault of a source.
     strict = ["-Werror", "all-warnings", "-Wno-deprecated-gpu-targets", "-allow-unsupported-compiler"]
-    command = [nvcc, "-std=c++17", *targets, *strict, "-Xcompiler", "-Wall,-Wextra", "-c"]
-    subprocess.run(
-        [*command, "-o", str(tmp_path / "kernels.o"), str(SOURCES / f"{file}.cu")], check=True, timeout=400
-    )
+    for nvcc in nvccs:
+        known = ask(nvcc, "--list-gpu-arch").split()
+        targets = [
+            f"-gencode=arch=compute_{virtual},code=[{','.join(f'sm_{code}' for code in codes)}]"
+            for virtual, codes in CODE_OF.items()
+            if f"compute_{virtual}" in known
+        ]
+        assert targets, known
+        command = [nvcc, "-std=c++17", *targets, *strict, "-Xcompiler", "-Wall,-Wextra", "-c"]
+        subprocess.run(
+            [*command, "-o", str(tmp_path / "kernels.o"), str(SOURCES / f"{file}.cu")],
+            check=True,
+            timeout=400,
+        )

@@ -12,14 +12,21 @@ __device__ __forceinline__ std::uint64_t globalTimer() {
 // A sleep takes at most twice the requested time.
 constexpr std::uint64_t kShortestSleepNs = 500;
 
+/// Does nothing before Volta, whose threads cannot sleep.
+__device__ __forceinline__ void sleepFor([[maybe_unused]] unsigned ns) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 700
+  __nanosleep(ns);
+#endif
+}
+
 }  // namespace coarse::cuda
 
-extern "C" __global__ void hold_until(const __grid_constant__ coarse::cuda::Hold hold) {
+extern "C" __global__ void hold_until(const COARSE_GRID_CONSTANT coarse::cuda::Hold hold) {
   std::uint64_t now = coarse::cuda::globalTimer();
   *hold.startedAt = now;
   const std::uint64_t end = coarse::cuda::endOf(hold, now);
   for (; now < end; now = coarse::cuda::globalTimer()) {
     const std::uint64_t half = (end - now) / 2;
-    if (half > coarse::cuda::kShortestSleepNs) __nanosleep(static_cast<unsigned>(half));
+    if (half > coarse::cuda::kShortestSleepNs) coarse::cuda::sleepFor(static_cast<unsigned>(half));
   }
 }

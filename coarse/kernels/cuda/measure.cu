@@ -85,10 +85,10 @@ __device__ __forceinline__ void measureBatch(const MeasureBatch& batch) {
 
 }  // namespace coarse::cuda
 
-#define COARSE_MEASURE_KERNEL(name, Element)                                     \
-  extern "C" __global__ void __launch_bounds__(coarse::cuda::kThreads)           \
-      measure_##name(const __grid_constant__ coarse::cuda::MeasureBatch batch) { \
-    coarse::cuda::measureBatch<coarse::cuda::Element>(batch);                    \
+#define COARSE_MEASURE_KERNEL(name, Element)                                        \
+  extern "C" __global__ void __launch_bounds__(coarse::cuda::kThreads)              \
+      measure_##name(const COARSE_GRID_CONSTANT coarse::cuda::MeasureBatch batch) { \
+    coarse::cuda::measureBatch<coarse::cuda::Element>(batch);                       \
   }
 
 COARSE_MEASURE_KERNEL(float32, Plain<float>)

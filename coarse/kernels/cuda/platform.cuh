@@ -32,6 +32,13 @@ using size_t = unsigned long;
 #define COARSE_KEEP_LOOP
 #endif
 
+// Missing before Volta, where the compiler reads the parameter in place all the same.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 700
+#define COARSE_GRID_CONSTANT
+#else
+#define COARSE_GRID_CONSTANT __grid_constant__
+#endif
+
 namespace coarse::cuda {
 
 /// Threads per block, for every kernel.

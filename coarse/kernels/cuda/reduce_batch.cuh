@@ -22,7 +22,7 @@ inline constexpr int kBlocks = !kIsRing && sizeof(typename Element::Stored) == 4
 #define COARSE_BATCH_KERNEL(name, Element, Operation, isRing)                                        \
   extern "C" __global__ void __launch_bounds__(coarse::cuda::kThreads,                               \
                                                coarse::cuda::kBlocks<coarse::cuda::Element, isRing>) \
-      name(const __grid_constant__ coarse::cuda::ReduceBatch batch) {                                \
+      name(const COARSE_GRID_CONSTANT coarse::cuda::ReduceBatch batch) {                             \
     coarse::cuda::reduceBatch<coarse::cuda::Element, coarse::cuda::Operation, isRing>(batch);        \
   }
 #define COARSE_REDUCE_KERNELS(dtype, Element)                  \

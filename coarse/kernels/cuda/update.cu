@@ -14,10 +14,10 @@ __device__ __forceinline__ void updateBatch(const UpdateBatch& batch) {
 }  // namespace coarse::cuda
 
 // Three blocks per multiprocessor: without this limit the rules' registers leave room for only two.
-#define COARSE_UPDATE_KERNEL(name, Element)                                    \
-  extern "C" __global__ void __launch_bounds__(coarse::cuda::kThreads, 3)      \
-      update_##name(const __grid_constant__ coarse::cuda::UpdateBatch batch) { \
-    coarse::cuda::updateBatch<coarse::cuda::Element>(batch);                   \
+#define COARSE_UPDATE_KERNEL(name, Element)                                       \
+  extern "C" __global__ void __launch_bounds__(coarse::cuda::kThreads, 3)         \
+      update_##name(const COARSE_GRID_CONSTANT coarse::cuda::UpdateBatch batch) { \
+    coarse::cuda::updateBatch<coarse::cuda::Element>(batch);                      \
   }
 
 COARSE_UPDATE_KERNEL(float32, Plain<float>)
