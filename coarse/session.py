@@ -287,6 +287,14 @@ class Session:
         """Like register(), but planning ignores the steps of these tensors."""
         return self._linked().register(name, specs, gpu=gpu)
 
+    def cannot_move_slots(self, group: TensorGroup) -> str:
+        """Client.cannot_move_slots()."""
+        return self._linked().cannot_move_slots(group)
+
+    def move_slots(self, group: TensorGroup, gpu: str) -> bool:
+        """Client.move_slots()."""
+        return self._linked().move_slots(group, gpu)
+
     def cannot_update(self, gpu: str = "") -> str:
         """Why the memory devices of this session cannot run an optimizer; "" if they can.
 

@@ -235,8 +235,8 @@ class Settings:
         partition_table: TOML file that assigns workers to memory devices, instead of `memory_devices`; "" assigns
             them evenly.
         sync_cores: Sync cores (threads) per memory device; 0 takes a share of the available cores.
-        shard_bytes: Partition threshold: the smallest shard of a larger tensor. 0 takes the value of the links'
-            profile, or 256 KiB.
+        shard_bytes: Partition threshold: the smallest shard of a larger tensor. 0 takes the value of the links,
+            emulated or between GPUs, or 256 KiB.
         gather_bytes: Largest tensor that a single sync core reduces.
         routing_threshold_bytes: Smallest shard for the widest link; smaller ones go to the proxy with the lowest
             latency. 0 takes the value of the links' profile.
@@ -274,7 +274,8 @@ class Settings:
             a memory device is on that GPU; "wait" makes backward wait for their averages, so that no update uses
             unaveraged gradients after an error; "off" copies each one synchronously through the processor, and
             leaves optimizers of such models to the workers.
-        replan_steps: Steps between two checks of the links; 0 disables, -1 spends 1 % of the time on them.
+        replan_steps: Steps between two checks of the links; 0 disables, -1 spends 1 % of the time on them, but
+            checks no links between GPUs, for which the processor would wait in each step.
         keep_devices: Seconds that memory devices outlive crashed workers, so that the next attempt continues from
             their memory (docs/design/recovery.md); 0 disables.
         replicas: Extra copies of each memory device's contents, 0 or 1, so that the next attempt continues if a
@@ -314,7 +315,7 @@ class Settings:
     )
     shard_bytes: int = _setting(
         0,
-        "smallest shard of a larger tensor; 0 takes the profile's value, or 256KiB",
+        "smallest shard of a larger tensor; 0 takes the value of the links, or 256KiB",
         read=_read_bytes,
         check=_is_between(64, 1 << 32, or_zero=True),
         is_advanced=True,

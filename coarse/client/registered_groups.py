@@ -166,6 +166,13 @@ class RegisteredGroups:
                 continue  # its slots would not move
             self._native.set_routes(group, route_shards(table, self._partitions[group], tensors.specs))
 
+    def replace_slots(self, group: TensorGroup, moved: TensorGroup) -> None:
+        """Gives a group the slots of `moved`, a registration of the same tensors, and releases its own."""
+        before = group.id
+        group.take_slots(moved)
+        self._groups[group.id] = group
+        self.release(before, tells_devices=True)
+
     def release(self, group: int, *, tells_devices: bool) -> None:
         """Releases a group, unless it was released before.
 

@@ -194,6 +194,16 @@ class TensorGroup:
         return self._client.rank
 
     @property
+    def schema(self) -> GroupSchema:
+        """The schema by which the group was registered."""
+        return self._schema
+
+    @property
+    def is_distant(self) -> bool:
+        """Whether this worker's slots lie on another GPU than its tensors."""
+        return self._distant is not None
+
+    @property
     def is_routed_by_itself(self) -> bool:
         """Whether the group has its own routes, independent of the session's."""
         return bool(self._schema.routes)
@@ -433,6 +443,19 @@ class TensorGroup:
             # Pinning has allocated all pages of the view, which is no longer needed.
             self._slots = GpuBytes(distant.memory, 0, distant.memory.num_bytes)
         return self.gpu
+
+    def take_slots(self, other: TensorGroup) -> None:
+        """Continues with the slots of another group, which was registered for the same tensors.
+
+        Call it between two steps, with transfers open; these go on to and from the new slots. `other` must not be
+        used any more.
+        """
+        assert self.gpu is not None
+        context = self.gpu.context
+        self.close_gpu_transfers()
+        self.id, self._schema, self._offsets = other.id, other._schema, other._offsets
+        self._slots, self._distant, self._reservations = other._slots, other._distant, other._reservations
+        self.open_gpu_transfers(context)
 
     def flush(self) -> None:
         """Flushes pending sends, which are delayed to save wake-ups; pulling also does this."""

@@ -63,14 +63,22 @@ def choose_shard_size(curve: Curve, *, full_fraction: float = FULL_FRACTION) -> 
     )
 
 
+def common_shard_size(curves: Sequence[Curve]) -> ShardSize:
+    """Chooses one S' for several workers: the largest that any of them needs, the first one's if several need it.
+
+    Args:
+        curves: The curve of each worker and its BwProxy, both directions at once; at least one.
+    """
+    return max(map(choose_shard_size, curves), key=lambda size: size.nbytes)
+
+
 def plan_shard_size(profile: Profile, tables: Sequence[RoutingTable]) -> ShardSize:
-    """Chooses the common S' of all workers of a job: the largest that any of them needs.
+    """Chooses the common S' of all workers of a job.
 
     Args:
         profile: Profile of the machine.
         tables: The routing table of each worker, whose BwProxy counts.
     """
-    sizes = [
-        choose_shard_size(profile.both_at_once(worker)[table.bw_proxy]) for worker, table in enumerate(tables)
-    ]
-    return max(sizes, key=lambda size: size.nbytes)  # the lowest worker's if several need the same
+    return common_shard_size(
+        [profile.both_at_once(worker)[table.bw_proxy] for worker, table in enumerate(tables)]
+    )

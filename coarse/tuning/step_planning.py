@@ -14,6 +14,7 @@ if TYPE_CHECKING:  # slow to import, or imports this module
     from coarse.profiler.link_plan import LinkPlan
     from coarse.profiler.profile import Profile
     from coarse.tuning.gpu_dual_sync import GpuDualSync
+    from coarse.tuning.gpu_replanner import GpuReplanner
     from coarse.tuning.replanner import Replanner
 
 
@@ -38,6 +39,7 @@ class StepPlanning:
         self._plan = plan
         self._replanners: list[Replanner] = []
         self._gpu_planners: list[GpuDualSync] = []
+        self._gpu_replanners: list[GpuReplanner] = []
         self._refusals: list[str] = []
 
     def check(self) -> list[str]:
@@ -57,13 +59,17 @@ class StepPlanning:
                 )
             where = " of tensors in the host's memory" if self._may_use_nccl else ""
             decisions.append(f"dual synchronisation{where}: none: {reason}")
-        if self._settings.replan_steps > 0 and not self._follows_links:
+        if self._settings.replan_steps > 0 and not (self._follows_links or self._follows_gpu_links):
             decisions.append("replanning: none: no routes depend on links that could change")
         return decisions
 
     def decisions(self) -> list[str]:
         """Decisions since the start, one line each."""
-        planners: tuple[GpuDualSync | Replanner, ...] = (*self._gpu_planners, *self._replanners)
+        planners: tuple[GpuDualSync | GpuReplanner | Replanner, ...] = (
+            *self._gpu_planners,
+            *self._gpu_replanners,
+            *self._replanners,
+        )
         return [*self._refusals, *(line for each in planners for line in each.decisions)]
 
     @property
@@ -79,6 +85,12 @@ class StepPlanning:
             group: A group that was just registered.
             gpu: UUID of the GPU that holds this worker's tensors; "" for the host.
         """
+        if (
+            self._follows_gpu_links
+            and not self._gpu_replanners
+            and self._watch_gpu_links(session, group, gpu)
+        ):
+            return None
         if self._may_plan_by_nccl and group.places.on_gpu == group.num_workers:
             return self._watch_gpu(session, group, gpu)
         if self._are_devices_on_gpus and self._may_use_nccl and self._settings.dual_sync not in (OFF, AUTO):
@@ -129,6 +141,25 @@ class StepPlanning:
         self._replanners.append(replanner)
 
     # ---- tensors on GPUs ----
+
+    @property
+    def _follows_gpu_links(self) -> bool:
+        """Whether slots follow links between GPUs; only if asked, because the processor then waits in each step."""
+        return self._settings.replan_steps > 0 and self._are_devices_on_gpus and self._may_use_nccl
+
+    def _watch_gpu_links(self, session: TunedSession, group: TensorGroup, gpu: str) -> bool:
+        """Moves the slots of a group as links change, if possible; returns whether it is."""
+        reason = session.cannot_move_slots(group)
+        if group.places.on_gpu < group.num_workers:
+            reason = "not every worker has its tensors on a GPU"
+        if reason:
+            self._refusals.append(f"replanning: none in {group.name}: {reason}")
+            return False
+        from coarse.tuning.gpu_replanner import GpuReplanner
+
+        every_steps = self._settings.replan_steps
+        self._gpu_replanners.append(GpuReplanner(session, group, gpu=gpu, every_steps=every_steps))
+        return True
 
     @property
     def _may_use_nccl(self) -> bool:

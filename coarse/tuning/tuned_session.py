@@ -57,6 +57,12 @@ class TunedSession(Protocol):
     def register_trial(self, name: str, specs: Sequence[TensorSpec], gpu: str) -> TensorGroup:
         """Registers tensors whose steps are not watched."""
 
+    def cannot_move_slots(self, group: TensorGroup) -> str:
+        """Why a group's slots cannot follow the links between GPUs; "" if they can."""
+
+    def move_slots(self, group: TensorGroup, gpu: str) -> bool:
+        """Moves a group's slots if the links between GPUs have changed; returns whether it did."""
+
     def open_probes(self, largest_bytes: int) -> LinkProbes:
         """Allocates memory for probes of up to `largest_bytes`."""
 

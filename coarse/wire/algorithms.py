@@ -36,18 +36,29 @@ def algorithms_of(settings: Settings, table: PartitionTable, *, num_nodes: int =
     return (EXCHANGE, DIRECT, RING, *((NCCL,) if has_nccl else ()))
 
 
-def routable_algorithms(settings: Settings, table: PartitionTable, *, num_nodes: int = 1) -> tuple[str, ...]:
-    """Those of algorithms_of() that allow slots on other memory devices than the workers' own.
+def measures_gpu_links(settings: Settings, table: PartitionTable, *, num_nodes: int = 1) -> bool:
+    """Whether a session measures the links between its workers' GPUs and those of its memory devices.
 
-    If slots lie on GPUs, pushes cross different links; in the host's memory they cross none. Rings and NCCL take each
-    contribution from the worker's own memory device. Kept groups are found again by their location.
+    Not with kept devices, whose groups are found again by their location and their shards, whatever the links do.
 
     Args:
         settings, table, num_nodes: As for algorithms_of().
     """
-    are_links_alike = not table.is_on_gpus or len(set(table.memories)) == 1
-    is_local = settings.routing == "local" or num_nodes > 1
-    if are_links_alike or settings.machine or settings.keep_devices or is_local:
+    return table.is_on_gpus and num_nodes == 1 and not (settings.machine or settings.keep_devices)
+
+
+def routable_algorithms(settings: Settings, table: PartitionTable, *, num_nodes: int = 1) -> tuple[str, ...]:
+    """Those of algorithms_of() that allow slots on other memory devices than the workers' own.
+
+    If slots lie on GPUs, pushes cross different links; in the host's memory they cross none. Rings and NCCL take each
+    contribution from the worker's own memory device.
+
+    Args:
+        settings, table, num_nodes: As for algorithms_of().
+    """
+    if settings.routing == "local" or len(set(table.memories)) == 1:
+        return ()
+    if not measures_gpu_links(settings, table, num_nodes=num_nodes):
         return ()
     return tuple(each for each in algorithms_of(settings, table) if each in (EXCHANGE, DIRECT))
 

@@ -1,13 +1,15 @@
 """A worker whose tensors are on a GPU, with memory devices anywhere: reduces them as its measurements suggest.
 
 Arguments: a folder for the rendezvous; the number of the worker's GPU, or "own" for that of its rank; the number of
-steps. Prints the hash of the results, and the decisions.
+steps; and, for the stand-in of CUDA's driver, a step from which links take other times, and
+these. Prints the hash of the results, and the decisions.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
 import time
 
@@ -28,7 +30,7 @@ LENGTHS = (1_100_003, 7, *[100_003] * 6, 2_000_000, 4097, *[100_000] * 6, 1_500_
 
 
 def main() -> None:
-    folder, place, num_steps = sys.argv[1:]
+    folder, place, num_steps, *change = sys.argv[1:]
     identity = WorkerIdentity.from_environment()
     gpu = gpu_uuid(identity.rank if place == "own" else int(place))
     specs = [
@@ -40,7 +42,7 @@ def main() -> None:
         group = session.register("tensors", specs, gpu=gpu)
         context = gpu_context(gpu)
         stream = _native.CudaStream(context)
-        transfers = group.open_gpu_transfers(context)
+        group.open_gpu_transfers(context)
         memories = [_native.CudaMemory.allocate(context, spec.nbytes) for spec in specs]
         addresses = [memory.address for memory in memories]
         if group.is_on_gpu:
@@ -49,6 +51,9 @@ def main() -> None:
             with pytest.raises(ValueError, match="tensors: this worker's slots lie on a GPU; copy to and"):
                 group.push(0, source=np.zeros(LENGTHS[0], dtype=np.float32))
         for step in range(int(num_steps)):
+            if change and step == int(change[0]):
+                os.environ["STAND_IN_LINKS"] = change[1]
+            transfers = group.gpu  # another one when the slots have moved
             random = np.random.default_rng([identity.rank, step])
             given = [random.normal(size=length).astype(np.float32) for length in LENGTHS]
             tensors: list[GpuTensor] = []

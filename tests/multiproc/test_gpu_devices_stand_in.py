@@ -201,6 +201,43 @@ def test_slots_lie_where_the_links_of_workers_are_best(
         assert [f"w{worker} along the routes: {route};" in told for worker in range(2)] == [True, True], told
 
 
+def test_shards_fill_the_links_of_workers(stand_ins, tmp_path, local_results):
+    gpus = stand_ins | {"STAND_IN_LINKS": "1:0:1000:4"}
+    found, errors = run_workers(tmp_path, "cuda:0,cuda:0", "tensors_script.py", "1", "3", **gpus)
+    assert None not in found, errors
+    assert [each["hash"] for each in found] == local_results
+    assert found[0]["decisions"] == found[1]["decisions"]
+    (told,) = [line for line in found[0]["decisions"] if "bytes between GPUs" in line]
+    size = int(told.removeprefix("shards of at least ").split()[0])
+    # 90 % of 0.25 GB/s take 9 times 1 ms * 0.25 GB/s, 2.25 MB, from the next power of two on; more on a busy machine.
+    assert 1 << 20 <= size <= 8 << 20, told
+
+
+def test_slots_move_to_where_links_have_become_better(stand_ins, tmp_path, local_results):
+    gpus = stand_ins | {"STAND_IN_GPUS": "3", "STAND_IN_LINKS": "2:1:10000:8"}
+    settings = {"COARSE_REPLAN_STEPS": "2", "COARSE_ROUTING": "profile"}
+    changed = ("1", "2:0:10000:8")
+    found, errors = run_workers(
+        tmp_path, "cuda:0,cuda:1", "tensors_script.py", "2", "3", *changed, **gpus, **settings
+    )
+    assert None not in found, errors
+    assert [each["hash"] for each in found] == local_results
+    for each in found:
+        assert any(line.startswith("w1 along the routes: md0;") for line in each["decisions"])
+        assert each["decisions"][-1] == "step 2: the slots of tensors move: w0 to md1, w1 to md1"
+
+
+def test_tensors_that_are_their_slots_do_not_move(stand_ins, tmp_path):
+    settings = {"COARSE_REPLAN_STEPS": "1", "COARSE_ALGORITHM": "direct"}
+    found, errors = run_workers(
+        tmp_path, "cuda:0,cuda:1", "tensors_script.py", "own", "2", **stand_ins, **settings
+    )
+    assert None not in found, errors
+    assert found[0]["decisions"] == found[1]["decisions"]
+    reason = "not every worker has its tensors on a GPU, and its slots on another one"
+    assert found[0]["decisions"][-1] == f"replanning: none in tensors: {reason}"
+
+
 def test_slots_that_not_all_memory_devices_reach_lie_in_one_piece(stand_ins, tmp_path, local_results):
     gpus = stand_ins | {"STAND_IN_GPUS": "3", "STAND_IN_GPUS_ARE_APART": "0:1"}
     links = {"STAND_IN_LINKS": "2:0:0:4,2:1:20000:0", "COARSE_ROUTING_THRESHOLD_BYTES": "512KiB"}

@@ -14,6 +14,7 @@ MIB = 1 << 20
 
 def run_steps(tmp_path, memory_devices, environment, *, place="own"):
     """The results and decisions of two workers, and the errors of both."""
+    environment = {"COARSE_SHARD_BYTES": "256KiB"} | environment  # what is split depends on it
     found, errors = run_workers(tmp_path, memory_devices, "tensors_script.py", place, STEPS, **environment)
     assert None not in found, errors
     assert found[0]["decisions"] == found[1]["decisions"]

@@ -1,9 +1,10 @@
 """Trains a small model on a worker with a GPU, and writes a hash of its parameters; run by `coarse run`.
 
-    gpu_training_script.py FOLDER GPU,...
+    gpu_training_script.py FOLDER [GPU,... [LINKS]]
 
 Worker i uses the i-th of the GPUs, those of the stand-in, which must be on LD_LIBRARY_PATH. Without GPUs it uses the
-CPU. FOLDER/end-RANK contains a hash of the parameters, and the class of the gradients' path.
+CPU. STAND_IN_LINKS becomes LINKS after the first step. FOLDER/end-RANK contains a hash of the parameters, and the
+class of the gradients' path; FOLDER/decisions-RANK the session's decisions.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ WIDTH = 300
 
 
 def main() -> None:
-    folder, gpus = Path(sys.argv[1]), sys.argv[2:]
+    folder, gpus, links = Path(sys.argv[1]), sys.argv[2:3], sys.argv[3:]
     rank = int(os.environ["RANK"])
     logging.basicConfig(format="%(message)s")
     torch.set_num_threads(1)
@@ -44,10 +45,13 @@ def main() -> None:
         optimizer.zero_grad()
         model(batch).square().mean().backward()
         optimizer.step()
+        if links:
+            os.environ["STAND_IN_LINKS"] = links[0]
     digest = hashlib.sha256()
     for parameter in model.parameters():
         digest.update(parameter.detach().numpy())
     (folder / f"end-{rank}").write_text(f"{digest.hexdigest()} {type(model._gradients.rest._path).__name__}")
+    (folder / f"decisions-{rank}").write_text("\n".join(model.session.decisions()))
     dist.destroy_process_group()
 
 

@@ -18,6 +18,7 @@ SCRIPT = Path(__file__).with_name("gpu_loss_script.py")
 WAITS_SCRIPT = Path(__file__).with_name("gpu_waits_script.py")
 CAPTURE_SCRIPT = Path(__file__).with_name("gpu_capture_script.py")
 SHORTAGE_SCRIPT = Path(__file__).with_name("gpu_shortage_script.py")
+TRAINING_SCRIPT = Path(__file__).with_name("gpu_training_script.py")
 LIMIT_S = 200
 
 
@@ -133,6 +134,23 @@ def test_a_gpu_that_fails_while_old_values_are_kept_is_told_with_its_reason(cuda
     printed = run_script("stand-in", "offload", "alone", *options, **faults, **gpus, **libraries)
     check_loss(printed, reason="CUDA_ERROR_STAND_IN")
     assert "terminate called" not in printed
+
+
+def test_training_goes_on_over_the_links_that_have_become_better(cuda_stand_ins, tmp_path):
+    def train(name: str, *arguments: str, **variables: str) -> list[str]:
+        (tmp_path / name).mkdir()
+        printed = run_script(str(tmp_path / name), *arguments, script=TRAINING_SCRIPT, **variables)
+        ends = [tmp_path / name / f"end-{rank}" for rank in range(2)]
+        assert all(end.exists() for end in ends), printed
+        return [end.read_text().split()[0] for end in ends]
+
+    libraries = {"LD_LIBRARY_PATH": str(cuda_stand_ins), "XDG_CACHE_HOME": str(cuda_stand_ins)}
+    gpus = {"STAND_IN_GPUS": "3", "COARSE_MEMORY_DEVICES": "cuda:0,cuda:1", "STAND_IN_LINKS": "2:1:10000:8"}
+    follows = {"COARSE_ROUTING": "profile", "COARSE_REPLAN_STEPS": "2"}
+    expected = train("host", COARSE_MEMORY_DEVICES="2")
+    assert train("gpu", "2,2", "2:0:10000:8", **gpus, **follows, **libraries) == expected
+    decided = (tmp_path / "gpu" / "decisions-1").read_text()
+    assert re.search("step 2: the slots of .* move: w0 to md1, w1 to md1", decided), decided
 
 
 def test_memory_devices_on_a_gpu_out_of_reach_are_copied_to_by_streams_and_a_warning_says_how(cuda_stand_ins):

@@ -1,10 +1,12 @@
-"""Routes of workers on GPUs follow the measurements between their GPUs and the memory devices' GPUs."""
+"""Routes and shards of workers on GPUs follow the measurements between their GPUs and the memory devices' GPUs."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from coarse.client.gpu.gpu_routes import NOTHING_TO_COPY, SIZES, plan_routes
+from coarse.client.gpu.gpu_routes import NOTHING_TO_COPY, SIZES, plan_routes, plan_shards
+from coarse.profiler.link_plan import DEFAULT_SHARD_BYTES
+from coarse.profiler.routing import RoutingTable
 
 INFINITE = [np.inf] * len(SIZES)
 NOTHING = [NOTHING_TO_COPY] * len(SIZES)
@@ -46,3 +48,23 @@ def test_a_memory_device_out_of_reach_takes_nothing():
 
 def test_workers_without_a_gpu_stay_with_their_own():
     assert planned([INFINITE, INFINITE], [link(1, 1), link(1, 9)], local_devices=[1, 0]) == [(1, 1), (1, 1)]
+
+
+def test_shards_fill_the_link_of_the_worker_that_needs_the_largest():
+    tables = [RoutingTable(lat_proxy=0, bw_proxy=0), RoutingTable(lat_proxy=0, bw_proxy=1)]
+    quick, slow = link(10, 9), link(40, 9)  # 9 times latency times bandwidth: 810 kB, 3.2 MB
+    assert plan_shards(np.array([[quick, slow]]), tables[:1]).nbytes == 1 << 20
+    size = plan_shards(np.array([[quick, slow], [quick, slow]]), tables)
+    assert size.nbytes == 4 << 20
+    assert size.reason.startswith("smallest tested size that reaches 90% of the highest bandwidth")
+
+
+def test_links_that_small_shards_fill_leave_shards_at_their_default_size():
+    size = plan_shards(np.array([[link(1, 1)]]), [RoutingTable(lat_proxy=0, bw_proxy=0)])
+    assert size.nbytes == DEFAULT_SHARD_BYTES
+    assert size.reason.startswith("the default, for links need less (the smallest tested size")
+
+
+def test_where_nothing_is_copied_no_link_determines_shards():
+    local = RoutingTable(lat_proxy=0, bw_proxy=0)
+    assert plan_shards(np.array([[NOTHING, link(1, 9)], [INFINITE, INFINITE]]), [local, local]) is None

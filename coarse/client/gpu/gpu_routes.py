@@ -1,12 +1,13 @@
-"""Measures the paths between workers on GPUs and memory devices on other GPUs, and plans routes from them.
+"""Measures the paths between workers on GPUs and memory devices on other GPUs; plans routes and shards from them.
 
-Method and reasons: docs/design/gpu.md, "Routes".
+Method and reasons: docs/design/gpu.md, "Routes" and "Shards".
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING, Protocol
 
@@ -18,7 +19,9 @@ from coarse.kernels import _native
 from coarse.machine.partition_table import PartitionTable
 from coarse.profiler.curve import Curve
 from coarse.profiler.gpu_links import CopyTimer
+from coarse.profiler.link_plan import DEFAULT_SHARD_BYTES
 from coarse.profiler.routing import RoutingTable, plan_tables
+from coarse.profiler.shard_size import ShardSize, common_shard_size
 from coarse.schema import TensorSpec
 from coarse.wire.algorithms import DIRECT
 
@@ -27,7 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SIZES = tuple(4096 << 2 * power for power in range(7))
+SIZES = tuple(4096 << power for power in range(13))
 """4 KiB to 16 MiB."""
 
 _NUM_TRIALS = 4  # the first is a warm-up and is not counted
@@ -67,19 +70,23 @@ class TrialClient(Protocol):
         gpu: str,
         routes: tuple[RoutingTable, ...] = (),
         *,
+        shard_bytes: int = 0,
         is_for_gpu: bool = False,
     ) -> TensorGroup:
         """Registers a tensor for reduction by one algorithm, regardless of the settings."""
 
 
-def measure_routes(client: TrialClient, gpu: str) -> tuple[RoutingTable, ...]:
-    """Plans a routing table for every worker; every worker must call it, and gets the same tables.
+def measure_links(client: TrialClient, gpu: str) -> Times:
+    """Times the paths of every worker to every memory device; every worker must call it, and gets the same times.
 
     Workers take turns, so that each path is measured alone.
 
     Args:
         client: This worker's client; its memory devices are on GPUs.
         gpu: GPU of this worker's tensors, as for Client.register().
+
+    Returns:
+        The `times_us` of plan_routes().
 
     Raises:
         OutOfDeviceMemoryError: If a memory device has less than 32 MiB for each worker.
@@ -96,8 +103,7 @@ def measure_routes(client: TrialClient, gpu: str) -> tuple[RoutingTable, ...]:
             wait_for_all(client)
         group.close()
     client.all_reduce(times_us.ctypes.data, times_us.size, "float64", "sum")
-    local_devices = [client.table.local_device(worker) for worker in range(num_workers)]
-    return plan_routes(times_us, local_devices)
+    return times_us
 
 
 def wait_for_all(client: TrialClient) -> None:
@@ -130,6 +136,29 @@ def plan_routes(times_us: Times, local_devices: Sequence[int]) -> tuple[RoutingT
     for worker, table in zip(free, planned, strict=True):
         tables[worker] = table
     return tuple(tables)
+
+
+def plan_shards(times_us: Times, tables: Sequence[RoutingTable]) -> ShardSize | None:
+    """The size of shards that fills the links of all workers which copy tensors, but at least the default size.
+
+    A pure function.
+
+    Args:
+        times_us: As for plan_routes().
+        tables: The routing table of each worker, whose BwProxy counts.
+
+    Returns:
+        None if no worker copies its tensors over a link that was measured.
+    """
+    curves = [_curves(times_us[worker]) for worker in range(len(tables))]
+    used = [own[table.bw_proxy] for own, table in zip(curves, tables, strict=True) if table.bw_proxy in own]
+    if not used:
+        return None
+    size = common_shard_size(used)
+    if size.nbytes >= DEFAULT_SHARD_BYTES:
+        return size
+    reason = f"the default, for links need less (the {size.reason})"
+    return replace(size, nbytes=DEFAULT_SHARD_BYTES, reason=reason)
 
 
 def _why_local(to_own_us: Times, curves: Mapping[int, Curve]) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from coarse.client.gpu.gpu_transfers import GpuTensor
+from coarse.client.gpu.gpu_transfers import GpuTensor, GpuTransfers
 from coarse.client.tensor_group import TensorGroup, UpdateKind
 from coarse.kernels import _native
 from coarse.torch.gradients.gradient_path import GradientLayout
@@ -68,7 +68,7 @@ class GpuGradients:
         waits: bool,
     ) -> None:
         self._group = group
-        self._transfers = group.open_gpu_transfers(gpu.context)
+        group.open_gpu_transfers(gpu.context)
         self._parameters = parameters
         self._gpu = gpu
         self._waits = waits
@@ -87,6 +87,11 @@ class GpuGradients:
         self._to_stage: list[GpuTensor] = []
         self._staged: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._others: dict[int, torch.Tensor] = {}  # averages of gradients that this worker lacks
+
+    @property
+    def _transfers(self) -> GpuTransfers:
+        assert self._group.gpu is not None
+        return self._group.gpu  # another one when the slots have moved
 
     def can_write_in_place(self, index: int) -> bool:
         return False
