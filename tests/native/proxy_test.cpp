@@ -27,6 +27,13 @@ Descriptor descriptorOf(std::uint32_t group, std::uint32_t shard, std::uint32_t 
   return descriptor;
 }
 
+/// As a memory device marks its record of a lost worker.
+Descriptor markedDescriptor() {
+  Descriptor descriptor = descriptorOf(1, 0, 1);
+  descriptor.numElements = 1;
+  return descriptor;
+}
+
 Descriptor dynamicDescriptor(std::uint32_t numElements, std::uint8_t dtype, std::uint8_t op) {
   Descriptor descriptor = descriptorOf(2, 0, 1);
   descriptor.numElements = numElements;
@@ -179,6 +186,7 @@ INSTANTIATE_TEST_SUITE_P(
             Malformed{"stepZero", descriptorOf(1, 0, 0), "step 0 of shard 0 although step 0"},
             Malformed{"stepOfTheFuture", descriptorOf(1, 0, 2), "step 2 of shard 0 although step 0"},
             Malformed{"stepFarAway", descriptorOf(1, 0, kHuge), "step 4294967295"},
+            Malformed{"markOfALostWorker", markedDescriptor(), "only records of lost workers have"},
             Malformed{"dynamicShardTooLong", dynamicDescriptor(65, 0, 0), "260 bytes in a slot of fewer"},
             Malformed{"dynamicShardFarTooLong", dynamicDescriptor(kHuge, 1, 0), "bytes in a slot of fewer"},
             Malformed{"unknownDType", dynamicDescriptor(1, 7, 0), "unknown dtype or op"},

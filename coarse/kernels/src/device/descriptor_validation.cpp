@@ -81,6 +81,8 @@ std::string rejection(const TensorGroup* group, std::size_t client, const Descri
   if ((descriptor.flags & (kUpdate | kMeasure)) != 0 && !group->plan().hasOptimizer)
     return "an update, or a mean to be measured, in a group without an optimizer";
   if (shard.algorithm == Algorithm::kProbe) return prober.rejection(*group, descriptor);
+  if (!shard.isDynamic && descriptor.numElements != 0)
+    return "a number of elements, which only records of lost workers have";
   if (!shard.isDynamic) return {};
   if (descriptor.dtype >= kNumDTypes || descriptor.op >= kNumReduceOps) return "unknown dtype or op";
   const std::size_t numBytes = descriptor.numElements * itemBytes(static_cast<DType>(descriptor.dtype));
