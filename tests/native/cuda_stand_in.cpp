@@ -338,6 +338,8 @@ Result cuInit(unsigned int) {
   REFUSABLE;
   return kSuccess;
 }
+// NVRTC 13 asks for it, and does without its own cache then.
+Result cuGetExportTable(const void**, const void*) { return kNotSupported; }
 Result cuDriverGetVersion(int* version) { return number(version, 13000); }
 Result cuGetErrorName(Result, const char** name) {
   *name = "CUDA_ERROR_STAND_IN";
