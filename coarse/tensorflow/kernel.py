@@ -47,11 +47,11 @@ class ReduceKernel:
 
     def reduce(self, tensors: Sequence[Any], keys: Sequence[str]) -> list[Any]:
         """Reduces tensors in a graph, each separately; all are reduced when the graph has run."""
-        results = [
-            self._ops.coarse_reduce(contribution=tensor, key=key, endpoint=self._number)
-            for tensor, key in zip(tensors, keys, strict=True)
-        ]
-        with tf.control_dependencies(results):
+        results = []
+        for tensor, key in zip(tensors, keys, strict=True):
+            with tf.device(_place_of(tensor)):
+                results.append(self._ops.coarse_reduce(contribution=tensor, key=key, endpoint=self._number))
+        with tf.control_dependencies(results), tf.device(results[0].device):
             self._ops.coarse_sequence()
         return results
 
@@ -93,6 +93,13 @@ class ReduceKernel:
     def close(self) -> None:
         """Makes running ops fail. Idempotent."""
         self._functions.coarse_close_endpoint(self._number)
+
+
+def _place_of(tensor: Any) -> str:
+    """Where a graph reduces a tensor: on the GPU that computes it, or else on the processor."""
+    # TensorFlow keeps most integers in the memory of the host, also for ops of a GPU.
+    is_on_gpu = "GPU" in tensor.device and tensor.dtype.is_floating
+    return str(tensor.device) if is_on_gpu else "/CPU:0"
 
 
 def load_kernel(collectives: Collectives, number: int) -> ReduceKernel | None:

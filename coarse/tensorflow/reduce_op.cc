@@ -8,11 +8,13 @@
 
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <unordered_map>
 
 #include "coarse/client/async_reducer_interface.h"
+#include "tensorflow/core/framework/device.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/shape_inference.h"
@@ -134,6 +136,71 @@ class ReduceOp : public KeyedOp {
   }
 };
 
+/// A tensor in the memory of a GPU: its streams copy it to pinned memory of the host, and the result back. No
+/// thread waits for them. Deletes itself at the end.
+class GpuTransfer {
+ public:
+  GpuTransfer(OpKernelContext* context, AsyncOpKernel::DoneCallback done, const char* key, Tensor* output)
+      : context_(context), done_(std::move(done)), key_(key), output_(output) {}
+
+  /// Allocates memory of the host. @returns the failure, after which this object still exists.
+  absl::Status prepare() {
+    tensorflow::AllocatorAttributes pinned;
+    pinned.set_on_host(true);
+    pinned.set_gpu_compatible(true);
+    return context_->allocate_temp(output_->dtype(), output_->shape(), &inHost_, pinned);
+  }
+
+  void begin(const CoarseAsyncReducer& tensors) {
+    context_->op_device_context()->CopyDeviceTensorToCPU(
+        &context_->input(0), key_, device(), &inHost_, [this, tensors](const absl::Status& status) {
+          if (!status.ok()) return end(status);
+          char* const bytes = const_cast<char*>(inHost_.tensor_data().data());
+          tensors.reduce(tensors.reducer, key_, bytes, bytes, inHost_.TotalBytes(), &reduced, this);
+        });
+  }
+
+ private:
+  static void reduced(void* opaque, const char* failure) {
+    auto* const transfer = static_cast<GpuTransfer*>(opaque);
+    if (failure != nullptr) return transfer->end(absl::AbortedError(failure));
+    transfer->context_->op_device_context()->CopyCPUTensorToDevice(
+        &transfer->inHost_, transfer->device(), transfer->output_,
+        [transfer](const absl::Status& status) { transfer->end(status); });
+  }
+
+  void end(const absl::Status& status) {
+    context_->SetStatus(status);
+    const AsyncOpKernel::DoneCallback done = std::move(done_);
+    delete this;
+    done();
+  }
+
+  tensorflow::Device* device() const { return static_cast<tensorflow::Device*>(context_->device()); }
+
+  OpKernelContext* context_;
+  AsyncOpKernel::DoneCallback done_;
+  const char* key_;
+  Tensor inHost_;
+  Tensor* output_;
+};
+
+class ReduceOnGpuOp : public KeyedOp {
+ public:
+  using KeyedOp::KeyedOp;
+
+  void ComputeAsync(OpKernelContext* context, DoneCallback done) override {
+    Tensor* output = nullptr;
+    OP_REQUIRES_OK_ASYNC(
+        context, context->forward_input_or_allocate_output({0}, 0, context->input(0).shape(), &output), done);
+    Endpoint endpoint;
+    OP_REQUIRES_OK_ASYNC(context, find(endpoint), done);
+    auto transfer = std::make_unique<GpuTransfer>(context, done, key(), output);
+    OP_REQUIRES_OK_ASYNC(context, transfer->prepare(), done);
+    transfer.release()->begin(endpoint.tensors);
+  }
+};
+
 class ReduceRowsOp : public KeyedOp {
  public:
   using KeyedOp::KeyedOp;
@@ -206,6 +273,7 @@ REGISTER_OP("CoarseReduce")
       return absl::OkStatus();
     });
 REGISTER_KERNEL_BUILDER(Name("CoarseReduce").Device(tensorflow::DEVICE_CPU), ReduceOp);
+REGISTER_KERNEL_BUILDER(Name("CoarseReduce").Device(tensorflow::DEVICE_GPU), ReduceOnGpuOp);
 
 REGISTER_OP("CoarseReduceRows")
     .SetIsStateful()
@@ -247,6 +315,7 @@ REGISTER_OP("CoarseSequence").SetIsStateful().SetShapeFn([](tensorflow::shape_in
   return absl::OkStatus();
 });
 REGISTER_KERNEL_BUILDER(Name("CoarseSequence").Device(tensorflow::DEVICE_CPU), SequenceOp);
+REGISTER_KERNEL_BUILDER(Name("CoarseSequence").Device(tensorflow::DEVICE_GPU), SequenceOp);
 
 extern "C" {
 
