@@ -11,6 +11,7 @@ from coarse.kernels import _native
 from coarse.machine.memory_name import MemoryName
 from coarse.machine.partition_table import PartitionTable
 from coarse.profiler.routing import RoutingTable
+from coarse.profiler.shard_size import ShardSize
 from coarse.settings import Settings
 from coarse.wire import algorithms
 
@@ -112,6 +113,30 @@ def test_between_gpus_some_algorithms_follow_routes(nccl, settings, found):
 @pytest.mark.parametrize("memories", [("host", "host"), ("numa:0", "numa:1"), ("cuda:0", "cuda:0")])
 def test_where_no_link_differs_none_does(memories):
     assert algorithms.routable_algorithms(Settings(), table(*memories)) == ()
+
+
+@pytest.mark.parametrize(
+    ("settings", "memories", "num_nodes", "measures"),
+    [
+        ({}, ("cuda:0", "cuda:1"), 1, True),
+        ({"algorithm": "ring", "routing": "local"}, ("cuda:0", "cuda:0"), 1, True),
+        ({}, ("cuda:0", "cuda:1"), 2, False),
+        ({}, ("host", "numa:0"), 1, False),
+        ({"keep_devices": 60}, ("cuda:0", "cuda:1"), 1, False),
+        ({"machine": "aws-p3"}, ("cuda:0", "cuda:1"), 1, False),
+    ],
+)
+def test_links_are_measured_between_gpus_of_a_node(settings, memories, num_nodes, measures):
+    found = algorithms.measures_gpu_links(Settings(**settings), table(*memories), num_nodes=num_nodes)
+    assert found == measures
+
+
+def test_a_choice_tells_the_size_of_shards_and_its_reason():
+    size = ShardSize(
+        nbytes=1 << 20, gbytes_per_s=9.0, peak_gbytes_per_s=10.0, full_fraction=0.9, reason="why"
+    )
+    choice = AlgorithmChoice(seconds={Way("direct"): 0.0}, shard_size=size)
+    assert choice.describe()[-1] == "shards of at least 1048576 bytes between GPUs: why"
 
 
 def test_a_choice_names_all_times():
