@@ -345,6 +345,7 @@ class Client:
 
             ways = [Way(algorithm) for algorithm in self._algorithms if algorithm != NCCL or self._has_nccl]
             ways += [Way(algorithm, is_routed=True) for algorithm in self._routable]
+            ways = ways or [Way(DIRECT)]  # one memory device has nobody to reduce with
             self.algorithm_choice = measure_ways(self, ways, gpu, self._settings)
             if self.rank == self.ranks[0]:
                 for line in self.algorithm_choice.describe():
