@@ -97,8 +97,8 @@ class NodePorts:
                     raise
         raise RendezvousError(
             f"all {len(self)} ports of COARSE_NODE_PORTS={self} are taken on this machine. A node needs one for each "
-            "of its workers and memory devices and two more, and so does the node of each other job here. Set a wider "
-            "range."
+            "of its workers and memory devices and two more, and so does the node of each other job here. Set a "
+            "wider range."
         )
 
 
