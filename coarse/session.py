@@ -19,6 +19,7 @@ from coarse.client.memory.parameter_storage import StorageSnapshot
 from coarse.client.memory.stored_value import StoredValue
 from coarse.client.single_worker import SingleWorkerClient, SingleWorkerTensorGroup
 from coarse.client.tensor_group import TensorGroup
+from coarse.client.termination_notice import TerminationNotice
 from coarse.client.worker_status import AnsweringWorker, answer_as_worker
 from coarse.emulation.emulated_session import EmulatedSession
 from coarse.env import Attempt, WorkerIdentity, is_of_torchrun, notes_pipe
@@ -110,6 +111,11 @@ class Session:
         client.metrics.set("coarse_world_size", identity.world_size)
         client.metrics.set("coarse_restarts", attempt.number)
         self._answering: AnsweringWorker | None = None
+        this = weakref.ref(self)  # the notice must not keep it alive
+        self._notice = TerminationNotice(
+            lambda: (session := this()) is not None and session._may_leave,
+            lambda: tell_launcher(notes_pipe(), {"is_leaving": identity.rank}),
+        )
 
     @classmethod
     def join(
@@ -154,6 +160,7 @@ class Session:
         if isinstance(session._client, Client):
             answering.follow(session._client, weakref.WeakMethod(session._describe_plan))
             session._tell_decisions(attempt.job)
+            session._heed_notices()
         weakref.finalize(session, answering.close)  # for sessions that nobody closes
         return session
 
@@ -194,6 +201,8 @@ class Session:
         client.adopt_plan(client.routing, invitation.shard_bytes)
         client.open_boundary(invitation.next_group)
         client.on_entry(lambda: tell_launcher(notes_pipe(), {"entered": identity.rank}))
+        heed_notices = weakref.WeakMethod(session._heed_notices)
+        client.on_entry(lambda: (heed := heed_notices()) is not None and heed())
         session._answering = answering
         answering.follow(client, weakref.WeakMethod(session._describe_plan))
         weakref.finalize(session, answering.close)
@@ -500,17 +509,21 @@ class Session:
             is_finished: Whether this worker has completed its work. If not, persistent devices wait for the next
                 attempt.
         """
+        self._close(is_finished=is_finished)
+
+    def _close(self, *, is_finished: bool, leaves_early: bool = False) -> None:
         client, self._client = self._client, None
         if client is None:
             return
+        self._notice.close()
         if self._endpoint is not None and os.getpid() == self._pid:
             self._endpoint.close()
         if self._answering is not None:
             self._answering.close()
-        client.close(is_finished=is_finished)
+        client.close(is_finished=is_finished, leaves_early=leaves_early)
         _native.cuda_unmap_unused()
-        is_kept = bool(self.settings.keep_devices) and not is_finished
-        if self._processes is not None and not is_kept and os.getpid() == self._pid:
+        goes_on = leaves_early or (bool(self.settings.keep_devices) and not is_finished)
+        if self._processes is not None and not goes_on and os.getpid() == self._pid:
             self._processes.reap(_DEVICE_EXIT_TIMEOUT_S)
 
     def __enter__(self) -> Session:
@@ -602,13 +615,51 @@ class Session:
     def begin_step(self) -> frozenset[int]:
         """Begins a step, in which newcomers may take part; every worker calls it at the same point of its program.
 
-        coarse.torch.DistributedDataParallel calls it. Without COARSE_ON_LOSS=replace nothing happens.
+        coarse.torch.DistributedDataParallel calls it. Without COARSE_ON_LOSS=replace no newcomers come.
 
         Returns:
             Ranks of the workers that take part from this step on, in places of lost ones.
+
+        Raises:
+            SystemExit: If this worker is asked to leave; it has left then.
         """
+        if self.is_asked_to_leave:
+            self.leave()
+            raise SystemExit(0)
         client = self._open()
         return client.begin_step() if isinstance(client, Client) else frozenset()
+
+    @property
+    def is_asked_to_leave(self) -> bool:
+        """Whether SIGTERM has asked this worker to leave at the end of its step; the others go on without it.
+
+        Never True where the job does not go on without lost workers (COARSE_MIN_WORKERS) or too few would be left:
+        SIGTERM then ends the process at once, as does a second one.
+        """
+        return self._notice.has_come
+
+    def leave(self) -> None:
+        """Leaves a job in which the others go on. Call it between two steps, and end the process then. Idempotent.
+
+        What this worker has pushed counts as a whole. Its place is vacant, and its departure is no failure.
+        """
+        if not isinstance(self._client, Client):
+            return self.close()
+        steps = self._client.num_steps
+        note = {"left": self.identity.rank, "step": steps, "is_asked": self.is_asked_to_leave}
+        tell_launcher(notes_pipe(), note)
+        logger.info("[w%d] leaves at step %d", self.identity.rank, steps)
+        self._close(is_finished=False, leaves_early=True)
+
+    def _heed_notices(self) -> None:
+        """From now on, SIGTERM asks this worker to leave, if the others can go on without it."""
+        if self.settings.least_workers:
+            self._notice.open()
+
+    @property
+    def _may_leave(self) -> bool:
+        client = self._client
+        return isinstance(client, Client) and len(client.members.ranks) > self.settings.least_workers
 
     def on_entry(self, callback: Callable[[], object]) -> None:
         """Calls back when this newcomer takes part in the training, before its first step."""

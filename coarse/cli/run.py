@@ -32,7 +32,7 @@ _DESCRIPTION = """\
 Starts N workers on this node with RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT set,
 and marks each line of their output. As soon as one worker fails, all workers are ended and this command returns the
 failed worker's exit code, or it starts them again, at most --max-restarts times. With --min-workers the others go on
-while that many are left. Ctrl-Z stops the job, and fg continues it. For a job over several nodes, run one such
+while that many are left, and SIGTERM to a worker lets it leave after its step. Ctrl-Z stops the job, and fg continues it. For a job over several nodes, run one such
 command on each, with the same --nnodes, --master-addr and --master-port and a different --node-rank."""
 
 _SHUTDOWN_TIMEOUT_S = 30.0

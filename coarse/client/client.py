@@ -666,11 +666,12 @@ class Client:
         self._check_usable()
         self.check(self._native.check_peers(), str)
 
-    def close(self, *, is_finished: bool = True) -> None:
+    def close(self, *, is_finished: bool = True, leaves_early: bool = False) -> None:
         """Leaves the memory devices. Idempotent.
 
         Args:
             is_finished: As for Session.close().
+            leaves_early: Whether the others go on, and this worker pushes nothing more.
         """
         if self._is_closed:
             return
@@ -678,7 +679,8 @@ class Client:
             group.close_gpu_transfers()  # they read the connections
         self._is_closed = True
         if os.getpid() == self._pid:
-            send_to_all(self._connections, {"type": "bye", "is_finished": is_finished})
+            bye: Message = {"type": "bye", "is_finished": is_finished, "leaves_early": leaves_early}
+            send_to_all(self._connections, bye)
         for connection in self._connections:
             connection.close()
         for group in self._groups:

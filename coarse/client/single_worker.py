@@ -66,7 +66,7 @@ class SingleWorkerClient:
     def release_buffers(self) -> None:
         """Does nothing: no buffers are kept."""
 
-    def close(self, *, is_finished: bool = True) -> None:
+    def close(self, *, is_finished: bool = True, leaves_early: bool = False) -> None:
         """Does nothing."""
 
 

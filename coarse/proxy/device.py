@@ -500,6 +500,8 @@ class MemoryDevice:
         self._settle_newcomers()
         if worker.client in self._membership.newcomers:
             return self._lose_newcomer(worker)
+        if message.get("leaves_early") is True and self._can_go_on:
+            return self._part_with(worker)
         if message.get("is_finished") is not True:
             self._failed_ranks.add(self._job.rank(worker.client))
             if self._can_go_on:
@@ -514,6 +516,22 @@ class MemoryDevice:
 
     def _lose_member(self, worker: WorkerConnection, fate: str) -> None:
         """Goes on without a worker when its process has ended, unless too few are left."""
+        if not self._goes_on_without(worker, fate):
+            return
+        self._contents.failures["worker_lost"] += 1
+        if self._job.is_home:
+            loss, num_left = self._membership.losses[-1], self._membership.num_left
+            logger.warning("[md%s] %s. The other %s go on", self._job.device, loss, num_left)
+        self._workers.await_end(worker, lambda: self._bury_member(worker))
+
+    def _part_with(self, worker: WorkerConnection) -> None:
+        """Goes on without a worker that leaves as planned, at once: it has said that it pushes nothing more."""
+        if self._goes_on_without(worker, "left"):
+            self._workers.forget(worker)
+            self._bury_member(worker)
+
+    def _goes_on_without(self, worker: WorkerConnection, fate: str) -> bool:
+        """Notes the loss of a worker; ends the session, and returns False, if too few are left."""
         assert self._data_path.proxy is not None
         loss = WorkerLoss(
             rank=self._job.rank(worker.client),
@@ -526,14 +544,11 @@ class MemoryDevice:
         members.lose(worker.client, loss)
         if not members.are_enough:
             self._abort(too_few_workers(members.losses, members.num_left, self._job.min_workers))
-            return self._leave(worker)
-        self._contents.failures["worker_lost"] += 1
-        if self._job.is_home:
-            logger.warning("[md%s] %s. The other %s go on", self._job.device, loss, members.num_left)
-        self._workers.await_end(worker, lambda: self._bury_member(worker))
+            self._leave(worker)
+        return members.are_enough
 
     def _bury_member(self, worker: WorkerConnection) -> None:
-        """Takes the last contributions of a lost worker, whose process has ended."""
+        """Takes the last contributions of a worker that pushes nothing more."""
         proxy = self._data_path.proxy
         assert proxy is not None
         proxy.client_ended(worker.client)

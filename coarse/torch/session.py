@@ -87,6 +87,12 @@ def metrics_of_default_group() -> MetricsWriter:
     return MetricsWriter() if shared is None else shared.session.metrics_writer
 
 
+def leave_sessions() -> None:
+    """Leaves all sessions of this process, because the worker ends early and the others go on."""
+    for shared in list(_SESSIONS.values()):
+        shared.session.leave()
+
+
 def _join(process_group: Any) -> GroupSession:
     if text := invitation():
         return _held(GroupSession(_enter(process_group, text)), process_group)

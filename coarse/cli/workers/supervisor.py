@@ -134,6 +134,8 @@ class _Worker:
     ended_s: float = 0.0
     is_entering: bool = False
     """Whether it has the place of a lost worker, and does not take part yet."""
+    left_at: int | None = None
+    """The step after which it has left while the others go on; None if it has not."""
 
     def exit(self) -> WorkerExit:
         return WorkerExit(
@@ -173,6 +175,7 @@ class Supervisor:
         self._unread: OSError | None = None
         self._is_failing = False
         self._lost: list[_Worker] = []
+        self._left: list[_Worker] = []
         self._changed: Mapping[str, str] = {}
         self._invitation: Mapping[str, object] | None = None
         self._num_replacements = 0
@@ -325,6 +328,10 @@ class Supervisor:
                 self._invitation = note["invitation"]
             if isinstance(note.get("entered"), int):
                 self._note_entry(note["entered"])
+            if isinstance(note.get("is_leaving"), int):
+                self._confirm_end(note["is_leaving"])
+            if isinstance(note.get("left"), int) and isinstance(note.get("step"), int):
+                self._note_departure(note["left"], note["step"], is_asked=note.get("is_asked") is True)
         for line in self._notes.take(notes):
             self._say(f"coarse run: {line}\n")
 
@@ -363,6 +370,8 @@ class Supervisor:
             worker.evidence = self._memory_watch.evidence()
         if worker.is_entering:
             return self._note_failed_entry(worker)
+        if worker.left_at is not None:
+            return self._note_end_after_departure(worker)
         self._ended.append(worker)
         if returncode == 0:
             self._dismiss_newcomers()
@@ -376,17 +385,49 @@ class Supervisor:
 
     def _goes_on_without(self, worker: _Worker) -> bool:
         """Whether enough workers still run after this one has failed, and none has finished; says so."""
-        num_left = sum(not each.is_entering for each in self._running.values())
         num_finished = len(self._ended) - len(self._lost) - 1
-        if not self._plan.min_workers or num_left < self._plan.min_workers or num_finished:
+        if not self._plan.min_workers or self._num_members < self._plan.min_workers or num_finished:
             return False
         self._lost.append(worker)
-        self._say(
-            f"coarse run: {worker.exit()}, {worker.ended_s - self._started_s:.1f} s after the start; the other "
-            f"{num_left} go on (--min-workers {self._plan.min_workers})\n"
-        )
+        self._say_who_goes_on(str(worker.exit()), worker.ended_s)
         self._replace_later(worker.rank)
         return True
+
+    @property
+    def _num_members(self) -> int:
+        """Running workers that take part in the training."""
+        return sum(not each.is_entering and each.left_at is None for each in self._running.values())
+
+    def _say_who_goes_on(self, change: str, changed_s: float) -> None:
+        left, enough = self._num_members, self._plan.min_workers
+        follows = f"the other {left} go on" if left >= enough else f"{left} are left, too few"
+        self._say(
+            f"coarse run: {change}, {changed_s - self._started_s:.1f} s after the start; {follows} "
+            f"(--min-workers {enough})\n"
+        )
+
+    # ---- workers that leave after SIGTERM, while the others go on ----
+
+    def _members_of(self, rank: int) -> list[_Worker]:
+        """The running worker of this rank that takes part in the training, if there is one."""
+        return [each for each in self._running.values() if each.rank == rank and not each.is_entering]
+
+    def _confirm_end(self, rank: int) -> None:
+        """Sends SIGTERM again to a worker that would finish its step first, if all workers are to end."""
+        stopped = [each for each in self._members_of(rank) if each.was_stopped]
+        signal_all([each.process.pid for each in stopped], signal.SIGTERM)
+
+    def _note_departure(self, rank: int, step: int, *, is_asked: bool) -> None:
+        for worker in self._members_of(rank):
+            worker.left_at = step
+            self._left.append(worker)
+            asked = " (SIGTERM)" if is_asked else ""
+            departure = f"worker {rank} (pid {worker.process.pid}) left at step {step}{asked}"
+            self._say_who_goes_on(departure, time.monotonic())
+
+    def _note_end_after_departure(self, worker: _Worker) -> None:
+        if worker.process.returncode and not worker.was_stopped:
+            self._say(f"coarse run: {worker.exit()}, after it had left\n")
 
     # ---- new workers in place of lost ones ----
 
@@ -482,7 +523,7 @@ class Supervisor:
         self._say(f"coarse run: {restart}\n")
         sweep(spared=persistent_pids(self._plan.job), reap=self._reap)
         self._is_failing = False
-        self._lost = []
+        self._lost, self._left = [], []
         self._invitation = None
         self._replacement_delay_s = 0.0
         self._started_s = time.monotonic()
@@ -542,7 +583,8 @@ class Supervisor:
         failed = [f"worker {each.rank} lost" for each in lost] if not self._is_failing else []
         failed += [f"worker {rank} replaced" for rank in self._replaced]
         failed += [] if failure is None or failure.was_stopped else [f"worker {failure.rank} failed"]
-        if summary := self._notes.summary(self._num_restarts, failed):
+        left = [f"worker {worker.rank} at step {worker.left_at}" for worker in self._left]
+        if summary := self._notes.summary(self._num_restarts, failed, left):
             self._plan.tell(JOB, summary)
             self._say(f"coarse run: {summary}\n")
         if self._interrupted_by is not None and (failure is None or failure.was_stopped):

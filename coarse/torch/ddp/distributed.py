@@ -45,7 +45,7 @@ from coarse.torch.gradients.sparse_gradients import check_tables, find_tables
 from coarse.torch.operations import operation, record_optimizer_steps
 from coarse.torch.optimizer.remote_optimizers import RemoteOptimizers
 from coarse.torch.process_group import choose_process_group
-from coarse.torch.session import metrics_of_default_group, session_of_group
+from coarse.torch.session import leave_sessions, metrics_of_default_group, session_of_group
 from coarse.torch.weak_calls import weakly
 
 _MIB = 1 << 20
@@ -471,6 +471,8 @@ class DistributedDataParallel(UnsupportedFeatures):
         if torch.is_grad_enabled():
             self._receive_values()
         self._awaited.check()
+        if torch.is_grad_enabled():
+            self._leave_if_asked()
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
             self.ensure_registered()
             self.average_thawed()
@@ -495,6 +497,18 @@ class DistributedDataParallel(UnsupportedFeatures):
         device = torch.device(self.device_type, self.device_ids[0])
         moved, moved_kwargs = _to_kwargs(inputs, kwargs, device, self.use_side_stream_for_tensor_copies)
         return moved[0], moved_kwargs[0]
+
+    def _leave_if_asked(self) -> None:
+        """Ends this worker if it is asked to leave, and none of its gradients waits for the average.
+
+        Raises:
+            SystemExit: In that case, with code 0, for the script's handlers of its end.
+        """
+        if self._gradients is None or not self._session.is_asked_to_leave or self._gradients.is_expecting:
+            return
+        if self.require_forward_param_sync or not self._gradients.has_local:
+            leave_sessions()
+            raise SystemExit(0)
 
     def _begin_step(self) -> None:
         """Lets newcomers take part from now on, if they may and the last step is complete: it has updated."""

@@ -287,6 +287,11 @@ class GradientSynchroniser:
         return [name for name, pushed in zip(self._names, self._pushed, strict=True) if not pushed]
 
     @property
+    def is_expecting(self) -> bool:
+        """Whether a forward has been made whose backward averages, and the averages are not there yet."""
+        return self._expecting
+
+    @property
     def updates_in_backward(self) -> bool:
         """Whether memory devices update the parameters during backward, so that no gradients remain."""
         return self._updates_in_backward is not None

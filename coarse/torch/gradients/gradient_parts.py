@@ -169,6 +169,11 @@ class GradientParts:
         """Whether `.grad` holds local gradients: from a backward that did not average, with no averaging since."""
         return any(part.has_local for part in self._all)
 
+    @property
+    def is_expecting(self) -> bool:
+        """Whether a forward has been made whose backward averages, and the averages are not there yet."""
+        return any(part.is_expecting for part in self._all)
+
     def slot_of(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
         """As slot_of() of the GradientSynchroniser that averages the gradient of `parameter`."""
         slots = (part.slot_of(parameter) for part in self._all)
