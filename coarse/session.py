@@ -238,6 +238,8 @@ class Session:
                     is_of_torchrun=is_of_torchrun(),
                 )
                 settings = settings_for_losses(settings_for_nodes(settings, nodes.num_nodes))
+                if settings.max_workers:
+                    nodes = nodes.with_places(settings.max_workers)
                 joining = Joining(
                     identity=identity,
                     store=store,
@@ -413,8 +415,8 @@ class Session:
             ValueError, TypeError, GpuUnavailableError: As for all_reduce(), and if `root` is no rank.
             WorkerLostError: If worker `root` is lost; the array may be partly overwritten.
         """
-        if not 0 <= root < self.identity.world_size:
-            raise ValueError(f"root={root} is not a rank of {self.identity.world_size} workers")
+        if not 0 <= root < self.num_places:
+            raise ValueError(f"root={root} is not a rank of {self.num_places} workers")
         present = self.identity.rank == root
         with HostValues(array, "broadcast", reads=present, writes=True) as values:
             self._open().all_reduce(values.ctypes.data, values.nbytes, "uint8", "sum", present=present)
@@ -669,6 +671,11 @@ class Session:
     def node_workers(self) -> tuple[int, ...]:
         """The ranks of this node's workers, indexed by the client number that profiles and partition tables use."""
         return (self.identity.rank,) if self._node is None else self._node.ranks
+
+    @property
+    def num_places(self) -> int:
+        """Workers that the job has at most: as many as have started, unless COARSE_MAX_WORKERS lets others join."""
+        return 1 if self._node is None else sum(map(len, self._node.nodes.ranks))
 
     @property
     def most_workers_of_a_node(self) -> int:

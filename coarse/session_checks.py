@@ -31,6 +31,11 @@ def check_solo(settings: Settings) -> None:
             f"a job of one worker has no links, so it cannot emulate those of {settings.machine}; start two or "
             "more workers, or unset COARSE_MACHINE"
         )
+    if settings.max_workers > 1:
+        raise RendezvousError(
+            "a job of one worker has no memory devices, so no other worker can join it; start two or more, or unset "
+            "COARSE_MAX_WORKERS"
+        )
 
 
 def check_nodes(settings: Settings, num_nodes: int) -> None:
@@ -103,6 +108,11 @@ def check_losses(settings: Settings, *, num_workers: int, num_nodes: int, is_of_
         raise RendezvousError(
             f"COARSE_MIN_WORKERS={settings.min_workers}, but the job has {num_workers} worker(s); lower it, or start "
             "more"
+        )
+    if 0 < settings.max_workers < num_workers:
+        raise RendezvousError(
+            f"COARSE_MAX_WORKERS={settings.max_workers}, but the job starts with {num_workers} workers; raise it, or "
+            "start fewer"
         )
     if num_nodes > 1:
         raise RendezvousError(

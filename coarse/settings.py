@@ -285,6 +285,8 @@ class Settings:
         on_loss: "continue" lets the remaining workers go on, at least one if `min_workers` is 0; "replace" also
             starts a new worker in place of each lost one; "restart" ends the attempt; "auto" continues if
             `min_workers` is above 0.
+        max_workers: Places for workers, of which those above the number at the start are vacant until others join by
+            `coarse run --join`; 0 for as many as start. Needs `min_workers`.
         metrics_port: Port at which each node serves its metrics (docs/metrics.md); 0 disables.
         metrics_address: Address at which it does; the default is reachable from the same machine only.
         failpoints: Faults to inject, for tests (coarse.failpoints); "" for none.
@@ -469,6 +471,12 @@ class Settings:
         "replace",
         "restart",
     )
+    max_workers: int = _setting(
+        0,
+        "places for workers, of which further ones take the vacant ones by --join; 0 for as many as start",
+        read=_read_int,
+        check=_is_between(0, MOST_WORKERS_OF_A_NODE),
+    )
     metrics_port: int = _setting(
         0,
         "port at which each node serves its metrics to Prometheus; 0 disables",
@@ -551,6 +559,15 @@ class Settings:
                 f"COARSE_REPLICAS={self.replicas} needs COARSE_KEEP_DEVICES: the remaining memory devices must "
                 "wait for the workers of the next attempt. Set it to a number of seconds, such as 60"
             )
+        if self.max_workers and not self.least_workers:
+            raise ValueError(
+                f"COARSE_MAX_WORKERS={self.max_workers} needs COARSE_MIN_WORKERS, and not COARSE_ON_LOSS=restart: "
+                "workers join a job only if it also goes on when they are lost"
+            )
+        if self.max_workers and self.max_workers < self.min_workers:
+            raise ValueError(
+                f"COARSE_MAX_WORKERS={self.max_workers} is below COARSE_MIN_WORKERS={self.min_workers}; raise it"
+            )
         if self.least_workers and (reason := self._cannot_continue()):
             raise ValueError(
                 f"COARSE_MIN_WORKERS={self.min_workers}, COARSE_ON_LOSS={self.on_loss}: a job cannot go on without "
@@ -582,8 +599,8 @@ class Settings:
 
     @property
     def replaces_workers(self) -> bool:
-        """Whether new workers take the places of lost ones."""
-        return self.on_loss == "replace"
+        """Whether new workers may take the places of lost ones, and vacant ones."""
+        return self.on_loss == "replace" or self.max_workers > 0
 
     @property
     def node_patience_ms(self) -> int:

@@ -32,8 +32,9 @@ _DESCRIPTION = """\
 Starts N workers on this node with RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT set,
 and marks each line of their output. As soon as one worker fails, all workers are ended and this command returns the
 failed worker's exit code, or it starts them again, at most --max-restarts times. With --min-workers the others go on
-while that many are left, and SIGTERM to a worker lets it leave after its step. Ctrl-Z stops the job, and fg continues it. For a job over several nodes, run one such
-command on each, with the same --nnodes, --master-addr and --master-port and a different --node-rank."""
+while that many are left, SIGTERM to a worker lets it leave after its step, and --join adds workers. Ctrl-Z stops the
+job, and fg continues it. For a job over several nodes, run one such command on each, with the same --nnodes,
+--master-addr and --master-port and a different --node-rank."""
 
 _SHUTDOWN_TIMEOUT_S = 30.0
 
@@ -62,9 +63,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     _add_output_options(parser)
     _add_dashboard_options(parser)
     _add_session_options(parser)
-    parser.add_argument("script", metavar="SCRIPT", help="script, module or program of each worker")
+    script = parser.add_argument("script", metavar="SCRIPT", help="script, module or program of each worker")
     rest = parser.add_argument("script_args", metavar="...", nargs=argparse.REMAINDER, help="its arguments")
-    rest.required = False  # otherwise argparse reports it as missing
+    script.required = rest.required = (
+        False  # otherwise argparse reports the second as missing; --join has none
+    )
     parser.set_defaults(handler=run, usage_error=parser.error)
 
 
@@ -120,6 +123,14 @@ def _add_launch_options(parser: argparse.ArgumentParser) -> None:
         "SIGINT, SIGTERM or SIGHUP; a second signal kills them at once (default: %(default)g)",
     )
     group.add_argument("--standalone", action="store_true", help="accepted; one node is always standalone")
+    group.add_argument(
+        "--join",
+        nargs="?",
+        const="",
+        metavar="JOB",
+        help="instead of starting a job, let N workers join a running one of yours, in its vacant places; JOB is its "
+        "id or the beginning of it, as `coarse status` lists it (default: the only one). They run the job's script",
+    )
     kind = group.add_mutually_exclusive_group()
     kind.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as in python -m")
     kind.add_argument(
@@ -199,6 +210,10 @@ class _HelpAll(argparse.Action):
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the job that the command line describes; returns the exit code of the first failure, or 0."""
+    if arguments.join is not None:
+        return _join(arguments)
+    if arguments.script is None:
+        arguments.usage_error("the following arguments are required: SCRIPT")
     with MasterPort(arguments.master_port, is_here=arguments.node_rank == 0) as master_port:
         return _run(arguments, master_port)
 
@@ -216,7 +231,9 @@ def _run(arguments: argparse.Namespace, master_port: MasterPort) -> int:
             command=command,
             environments=environments,
             min_workers=settings.least_workers,
-            replaces_workers=settings.replaces_workers,
+            replaces_workers=settings.on_loss == "replace",
+            takes_workers=settings.replaces_workers,
+            num_vacant=len(environments) - arguments.num_workers,
             first_rank=_first_rank(arguments),
             plain_first=arguments.no_prefix,
             log_dir=_prepare_log_dir(arguments),
@@ -249,6 +266,19 @@ def _run_job(plan: JobPlan, num_nodes: int) -> int:
     finally:
         forget_job(plan.job)  # needed if the supervisor was killed
         _finish_timeline(Settings.from_environment(plan.environments[0]).timeline, num_nodes)
+
+
+def _join(arguments: argparse.Namespace) -> int:
+    """Lets workers join a running job; returns 0 if all of them take part."""
+    from coarse.cli.workers.joining import join
+
+    if arguments.script is not None:
+        arguments.usage_error("--join takes no SCRIPT: the workers run that of the job")
+    if given := _session_variables(arguments):
+        arguments.usage_error(
+            f"--join takes no settings, but {', '.join(given)}: the workers have those of the job"
+        )
+    return join(arguments.join, arguments.num_workers)
 
 
 def _dashboard_options(arguments: argparse.Namespace) -> DashboardOptions | None:
@@ -291,6 +321,8 @@ def environments_of(
 ) -> tuple[dict[str, str], ...]:
     """Returns the environment of each worker: inherited variables, its identity, and the given flags.
 
+    With --max-workers, those of workers that may join later follow.
+
     Args:
         arguments: The parsed command line.
         inherited: The launcher's own environment.
@@ -326,14 +358,17 @@ def environments_of(
     common["WORLD_SIZE"] = str(arguments.nnodes * num_workers)
     common["LOCAL_WORLD_SIZE"] = str(num_workers)
     first_rank = _first_rank(arguments)
+    num_places = max(num_workers, Settings.from_environment(common).max_workers)
+    of_all = {"WORLD_SIZE": str(num_places), "LOCAL_WORLD_SIZE": str(num_places)}
     return tuple(
         {
             **_quieter(first_rank + local_rank),
             **common,
+            **({} if local_rank < num_workers else of_all),
             "RANK": str(first_rank + local_rank),
             "LOCAL_RANK": str(local_rank),
         }
-        for local_rank in range(num_workers)
+        for local_rank in range(num_places)
     )
 
 
@@ -379,7 +414,7 @@ def _require_sound_nodes(arguments: argparse.Namespace) -> None:
 
 
 def _require_restarts(settings: Settings, max_restarts: int) -> None:
-    if settings.replaces_workers and not max_restarts:
+    if settings.on_loss == "replace" and not max_restarts:
         raise UsageError(
             "--on-loss replace starts at most --max-restarts new workers, and that is 0; give it, or choose another "
             "--on-loss"
@@ -393,6 +428,10 @@ def _require_sound_settings(environment: Mapping[str, str], num_workers: int, nu
         job_secret(environment)
         if settings.machine:
             load_machine(settings.machine)
+        if settings.max_workers and num_workers * num_nodes == 1:
+            from coarse.session_checks import check_solo
+
+            check_solo(settings)
         if settings.timeline and not (folder := Path(settings.timeline).absolute().parent).is_dir():
             raise ValueError(f"COARSE_TIMELINE={settings.timeline}: there is no folder {folder}")
         if settings.profile not in (OFF, CACHED, AUTO, REFRESH) and not Path(settings.profile).is_file():
@@ -413,7 +452,8 @@ def _require_sound_settings(environment: Mapping[str, str], num_workers: int, nu
         if asked != (0, "", 0, "auto"):  # the import takes a tenth of a second
             from coarse.startup.device_checks import check_node
 
-            check_node(settings, num_workers=num_workers, num_nodes=num_nodes)
+            num_places = max(num_workers, settings.max_workers)
+            check_node(settings, num_workers=num_places, num_nodes=num_nodes)
     except (OSError, ValueError, CoarseError) as error:
         raise UsageError(str(error)) from None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -74,6 +74,7 @@ class Client:
 
     Args:
         ranks: The workers of this node, by client number.
+        vacant: Those of the ranks whose workers may join later.
         number: This worker's client number.
         table: The clients that each memory device of this node serves. This worker's own device takes its
             contributions until adopt_routing() is called.
@@ -96,6 +97,7 @@ class Client:
         self,
         *,
         ranks: Sequence[int],
+        vacant: Collection[int] = (),
         number: int,
         table: PartitionTable,
         emulation: Emulation | None,
@@ -129,7 +131,7 @@ class Client:
         self._has_buffers = False  # a newcomer has none, but counts their registrations
         self._boundary: StepBoundary | None = None
         self._on_entry: list[Callable[[], object]] = []
-        self.members = Members((*ranks, *agreement.ranks_elsewhere))
+        self.members = Members({*ranks, *agreement.ranks_elsewhere} - {*vacant})
         """The workers of the session that go on."""
         self.may_lose_workers = settings.least_workers > 0
         """Whether the session goes on without lost workers."""

@@ -266,6 +266,9 @@ class MemoryDevice:
                 self._status.serve_metrics(self._data_path.metrics_reader().read)
             self._tell_of_nccl()  # before they see the communicator's name
             self._peers.tell(*self._shared_message())
+            for client in self._job.local_clients:
+                if client in self._job.vacant:
+                    self._allocate_client(client)
             self._serve_metrics()
 
     def _serve_metrics(self) -> None:
@@ -292,9 +295,18 @@ class MemoryDevice:
     def _welcome(self) -> None:
         """Starts the data path when all workers have joined, and notifies them."""
         self._data_path.start()
-        for client in range(self._job.num_clients):
+        self._stand_in_for_vacant_places()
+        for client in self._job.founders:
             self._workers.send(client, self._welcome_message(), self._welcome_fds(client))
         self._data_path.release_clients()
+
+    def _stand_in_for_vacant_places(self) -> None:
+        """Goes on without workers in vacant places, as if they had been lost before they did anything."""
+        proxy = self._data_path.proxy
+        assert proxy is not None
+        for client in self._job.vacant:
+            proxy.client_ended(client)
+            self._registrar.lose(client, proxy)
 
     def _welcome_message(self) -> Message:
         return {
@@ -431,8 +443,11 @@ class MemoryDevice:
         if self._loss is not None and self._loss.is_unready:
             worker.send(self._loss.to_message("aborted"))
         elif worker.client in self._job.local_clients:
-            fd = self._data_path.allocate_client(worker.client)
-            self._peers.tell({"type": "client", "client": worker.client}, [fd])
+            self._allocate_client(worker.client)
+
+    def _allocate_client(self, client: int) -> None:
+        fd = self._data_path.allocate_client(client)
+        self._peers.tell({"type": "client", "client": client}, [fd])
 
     def worker_asked(self, worker: WorkerConnection, request: Received) -> None:
         """Answers a request.
@@ -705,7 +720,7 @@ class MemoryDevice:
         assert proxy is not None
         self._other_nodes.take_events(proxy)
         for client in proxy.take_drained():
-            pid = self._workers[client].pid
+            pid = self._membership.pid(client)
             self._peers.tell({"type": DRAINED, "client": client, "pid": pid})
             self._note_drained(client, pid, self._job.device)
         for client, text in proxy.take_events():

@@ -12,8 +12,8 @@ DRAINED = "drained"
 class Membership:
     """One memory device's knowledge of lost workers and newcomers. Used from the control thread alone.
 
-    A client's place can have several workers, one after the other. Messages name a lost worker by its process, a
-    newcomer by its entry, because one process may try to enter several times.
+    A client's place can have several workers, one after the other; some have none at the start. Messages name a lost
+    worker by its process, a newcomer by its entry, because one process may try to enter several times.
 
     Args:
         job: The device's place in the session.
@@ -22,6 +22,7 @@ class Membership:
     def __init__(self, job: DeviceJob) -> None:
         self._job = job
         self._losses: dict[int, WorkerLoss] = {}
+        self._unused = set(job.vacant)  # clients that never had a worker
         self._replaced: list[WorkerLoss] = []
         # Devices, by client and process; others may know of a loss before this one.
         self._drained: dict[tuple[int, int], set[int]] = {}
@@ -31,8 +32,8 @@ class Membership:
 
     @property
     def lost(self) -> frozenset[int]:
-        """Clients that are lost, and whose places have no member."""
-        return frozenset(self._losses)
+        """Clients whose places have no member: it is lost, or has left, or there was none."""
+        return frozenset(self._unused | self._losses.keys())
 
     @property
     def losses(self) -> tuple[WorkerLoss, ...]:
@@ -42,7 +43,7 @@ class Membership:
     @property
     def num_left(self) -> int:
         """Members of the node that are not lost."""
-        return self._job.num_clients - len(self._losses)
+        return self._job.num_clients - len(self.lost)
 
     @property
     def are_enough(self) -> bool:
@@ -53,6 +54,11 @@ class Membership:
         """Notes that a worker is lost."""
         self._entering.discard(client)
         self._losses[client] = loss
+
+    def pid(self, client: int) -> int:
+        """The process of the lost worker of a place; 0 if there was none."""
+        loss = self._losses.get(client)
+        return 0 if loss is None else loss.pid
 
     def drain(self, client: int, pid: int, device: int) -> bool:
         """Notes that a device has taken a worker's last contributions; returns whether now all devices have."""
@@ -68,11 +74,10 @@ class Membership:
         return dict(self._newcomers)
 
     def is_vacant(self, client: int) -> bool:
-        """Whether a newcomer may take a place: its worker is lost, and no device has a contribution of it left."""
-        loss = self._losses.get(client)
-        if loss is None or client in self._newcomers:
+        """Whether a newcomer may take a place: it has no worker, and no device has a contribution of the last one."""
+        if client not in self.lost or client in self._newcomers:
             return False
-        return len(self._drained.get((client, loss.pid), ())) == self._job.num_devices
+        return len(self._drained.get((client, self.pid(client)), ())) == self._job.num_devices
 
     def admit(self, client: int, entry: str) -> None:
         """Notes that a newcomer has a place."""
@@ -100,7 +105,9 @@ class Membership:
         """Notes that a newcomer is a member."""
         del self._newcomers[client]
         self._waiting.discard(client)
-        self._replaced.append(self._losses.pop(client))
+        self._unused.discard(client)
+        if client in self._losses:
+            self._replaced.append(self._losses.pop(client))
 
     def forget(self, client: int) -> None:
         """Notes that a newcomer has ended before it was a member."""

@@ -195,7 +195,7 @@ class Registrar:
         """Workers that have not requested a group."""
         registration = self._registrations.get(group)
         asked = {} if registration is None else registration.schemas
-        return [client for client in range(self._job.num_clients) if client not in asked]
+        return [client for client in range(self._job.num_clients) if client not in {*asked, *self._lost}]
 
     def name_tensors(self, text: str) -> str:
         """A native message with the names of tensors in place of their numbers."""

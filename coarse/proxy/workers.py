@@ -120,8 +120,8 @@ class Workers:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every worker of the node has been admitted."""
-        return len(self._admitted) == self._job.num_clients
+        """Whether every worker of the node that is there from the start has been admitted."""
+        return len(self._admitted) >= len(self._job.founders)
 
     @property
     def is_empty(self) -> bool:
@@ -276,8 +276,8 @@ class Workers:
         is_newcomer = bool(message.get("entry"))
         if is_newcomer and not self._handler.is_vacant(client):
             return self._turn_away(worker)
-        if client in self._admitted and not is_newcomer:
-            raise ProtocolError(f"worker {self._job.rank(client)} has already joined")
+        if client in (*self._admitted, *self._job.vacant) and not is_newcomer:
+            raise ProtocolError(f"worker {self._job.rank(client)} has already joined, or joins as a newcomer")
         worker.client = client
         worker.entry = str(message.get("entry", ""))
         worker.channel.trust()

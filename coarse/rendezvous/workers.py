@@ -10,7 +10,7 @@ import re
 import select
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -107,10 +107,12 @@ class NodeMap:
     Args:
         ranks: The workers of each node, ascending. The first leads its node: it starts the memory devices.
         boots: The running system of each node.
+        vacant: Those of the ranks whose workers may join later.
     """
 
     ranks: tuple[tuple[int, ...], ...]
     boots: tuple[str, ...]
+    vacant: tuple[int, ...] = ()
 
     @classmethod
     def of_addresses(cls, addresses: Sequence[WorkerAddress]) -> NodeMap:
@@ -127,6 +129,12 @@ class NodeMap:
     def num_nodes(self) -> int:
         """Number of nodes."""
         return len(self.ranks)
+
+    def with_places(self, count: int) -> NodeMap:
+        """The map of a job of one node with `count` ranks in all, of which the further ones are vacant."""
+        (present,) = self.ranks
+        vacant = tuple(range(len(present), count))
+        return replace(self, ranks=((*present, *vacant),), vacant=vacant)
 
     def node_of(self, rank: int) -> int:
         """The node of a worker."""

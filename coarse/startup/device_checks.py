@@ -53,10 +53,12 @@ def check_devices(settings: Settings, table: PartitionTable, *, num_nodes: int) 
         _check_replicas(table)
 
 
-def cannot_profile(settings: Settings, table: PartitionTable, *, num_nodes: int) -> str:
+def cannot_profile(settings: Settings, table: PartitionTable, *, num_nodes: int, num_vacant: int) -> str:
     """Why the links of these memory devices cannot be profiled; "" if they can."""
     if num_nodes > 1:
         return "only jobs on one node have profiles"
+    if num_vacant:
+        return "nobody measures the links of vacant places"
     if table.is_on_gpus and not settings.machine:
         return _GPU_LINKS
     return ""

@@ -171,10 +171,11 @@ def _announcement_key(node: int) -> str:
 def _choose_table(joining: Joining) -> PartitionTable:
     """The workers and the memory of each memory device; refuses contradictory settings."""
     settings, nodes = joining.settings, joining.nodes
+    num_workers = len(nodes.ranks[joining.node])
     table = choose_partition_table(
         settings.partition_table,
-        num_workers=len(nodes.ranks[joining.node]),
-        devices=settings.memory_devices,
+        num_workers=num_workers,
+        devices=settings.memory_devices or num_workers - len(nodes.vacant),
     )
     check_devices(settings, table, num_nodes=nodes.num_nodes)
     return table if settings.partition_table or settings.machine else pair_with_nearest(table)
@@ -289,7 +290,9 @@ def agree_on_profile(joining: Joining, node: NodeDevices) -> FoundProfile:
 
 def _agree_on_stored_profile(joining: Joining, node: NodeDevices) -> FoundProfile:
     store, settings = joining.store, joining.settings
-    reason = cannot_profile(settings, node.table, num_nodes=node.nodes.num_nodes)
+    reason = cannot_profile(
+        settings, node.table, num_nodes=node.nodes.num_nodes, num_vacant=len(node.nodes.vacant)
+    )
     if settings.profile == OFF or reason:
         return FoundProfile(note=f"not profiled: {reason or 'COARSE_PROFILE=off'}")
     key = f"profile/{node.node}"
@@ -384,6 +387,7 @@ def open_client(
         connection.pid = int(replies[connection.device].message["pid"])
     client = Client(
         ranks=node.ranks,
+        vacant=node.nodes.vacant,
         number=number,
         table=node.table,
         emulation=node.emulation,

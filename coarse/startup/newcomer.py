@@ -88,7 +88,7 @@ def enter_session(
         invitation.workers, [MemoryName.parse(each) for each in invitation.memories]
     )
     node = NodeDevices(
-        nodes=NodeMap(ranks=(tuple(range(identity.world_size)),), boots=("",)),
+        nodes=NodeMap(ranks=(tuple(range(table.num_workers)),), boots=("",)),
         node=0,
         directory=invitation.directory,
         table=table,

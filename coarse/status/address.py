@@ -15,11 +15,11 @@ import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
-WORKER, MEMORY_DEVICE = "worker", "md"
-"""Roles of processes."""
+WORKER, MEMORY_DEVICE, LAUNCHER = "worker", "md", "launcher"
+"""Roles of processes. A launcher answers other questions than the rest (coarse.cli.workers.join_requests)."""
 
 _NAME = re.compile(
-    r"coarse-status/(?P<user>\d+)/(?P<job>[0-9a-f]{8})/(?P<role>worker|md)/(?P<number>\d+)/(?P<pid>\d+)"
+    r"coarse-status/(?P<user>\d+)/(?P<job>[0-9a-f]{8})/(?P<role>worker|md|launcher)/(?P<number>\d+)/(?P<pid>\d+)"
     r"/(?P<mark>[0-9a-f]{8})"
 )
 _LISTENS = 0x10000  # __SO_ACCEPTCON, in /proc/net/unix
@@ -33,8 +33,8 @@ class Address:
     Args:
         user: The process's user.
         job: Id of the job.
-        role: WORKER or MEMORY_DEVICE.
-        number: Rank of a worker, or number of a memory device on its node.
+        role: WORKER, MEMORY_DEVICE or LAUNCHER.
+        number: Rank of a worker, or number of a memory device on its node; 0 of a launcher.
         pid: Process id.
         mark: Makes the name one that nobody has taken in advance.
     """
@@ -60,6 +60,8 @@ class Address:
     @property
     def process(self) -> str:
         """The process in words, as logs name it."""
+        if self.role == LAUNCHER:
+            return f"the launcher of job {self.job}"
         return f"worker {self.number}" if self.role == WORKER else f"{self.role}{self.number}"
 
     @property
@@ -74,7 +76,7 @@ def job_id(job: str) -> str:
 
 
 def find_addresses(job: str = "") -> list[Address]:
-    """The addresses of this user on this node, by job, role and number.
+    """The addresses of workers and memory devices of this user on this node, by job, role and number.
 
     Args:
         job: The beginning of a job's id; "" for all jobs.
@@ -82,6 +84,18 @@ def find_addresses(job: str = "") -> list[Address]:
     Raises:
         OSError: If the system does not list its sockets.
     """
+    return [each for each in _find(job) if each.role != LAUNCHER]
+
+
+def find_launchers(job: str = "") -> list[Address]:
+    """The addresses of launchers of this user on this node that take new workers, by job.
+
+    Args, Raises: As for find_addresses().
+    """
+    return [each for each in _find(job) if each.role == LAUNCHER]
+
+
+def _find(job: str) -> list[Address]:
     found = {each for line in _SOCKETS.read_text(errors="replace").splitlines() if (each := _parse(line))}
     own = [each for each in found if each.user == os.geteuid() and each.job.startswith(job)]
     return sorted(own, key=lambda each: (each.job, each.role != WORKER, each.number, each.pid, each.mark))

@@ -57,8 +57,8 @@ class GroupSession:
 
 
 _ONLY_THE_DEFAULT_GROUP = (
-    "COARSE_ON_LOSS=replace: new workers can take the places of lost ones in torch's default process group only; "
-    "wrap the model without process_group and device_mesh, or set COARSE_ON_LOSS=continue"
+    "COARSE_ON_LOSS=replace, COARSE_MAX_WORKERS: new workers can join torch's default process group only; wrap the "
+    "model without process_group and device_mesh, or set COARSE_ON_LOSS=continue and no COARSE_MAX_WORKERS"
 )
 
 # Global because torch's process groups accept no attributes, and two wrappers with the same group share no other

@@ -34,7 +34,7 @@ class StepPlanning:
         self._settings = session.settings
         self._is_emulated = session.emulation is not None
         self._are_devices_on_gpus = table.is_on_gpus
-        self._is_one_node = len(session.node_workers) == session.identity.world_size
+        self._is_one_node = len(session.node_workers) >= session.identity.world_size
         self._profile = profile
         self._plan = plan
         self._replanners: list[Replanner] = []

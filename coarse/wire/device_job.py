@@ -65,7 +65,8 @@ class DeviceJob:
         keep_s: How long to wait for the workers of the next attempt if workers are lost; 0 disables waiting.
         replicas: Extra copies of each memory device's contents, on the next devices of the ring.
         min_workers: Workers that suffice to go on after others are lost; 0 if the first loss ends the session.
-        replaces_workers: Whether new workers take the places of lost ones.
+        replaces_workers: Whether new workers take the places of lost ones, and vacant ones.
+        vacant: Clients that have no worker at the start.
         clients_of: The workers that each device serves.
         link_table_fd: The link table, if several nodes share it; -1 if the home device writes it.
         metrics_address, metrics_port: Where the home device serves the node's metrics; port 0 for nowhere.
@@ -101,6 +102,7 @@ class DeviceJob:
     replicas: int = 0
     min_workers: int = 0
     replaces_workers: bool = False
+    vacant: tuple[int, ...] = ()
     clients_of: tuple[tuple[int, ...], ...] = ()
     reconnection: ReconnectionPlan | None = None
     link_table_fd: int = -1
@@ -138,6 +140,11 @@ class DeviceJob:
     def needs_nccl(self) -> bool:
         """Whether NCCL is the only choice."""
         return self.has_nccl and not self.has_exchange
+
+    @property
+    def founders(self) -> tuple[int, ...]:
+        """Clients that have a worker at the start."""
+        return tuple(client for client in range(self.num_clients) if client not in self.vacant)
 
     @property
     def num_nodes(self) -> int:
@@ -238,7 +245,7 @@ class DeviceJob:
         """Reads a job from `fd` to its end, and closes it."""
         with os.fdopen(fd, "rb") as stream:
             values = json.load(stream)
-        for name in ("local_clients", "memories", "clients_in_memory", "peer_fds"):
+        for name in ("local_clients", "memories", "clients_in_memory", "peer_fds", "vacant"):
             values[name] = tuple(values[name])
         for name in ("nodes", "link_fds", "clients_of"):
             values[name] = tuple(map(tuple, values[name]))

@@ -55,11 +55,11 @@ def train(me, session, group, *, more=lambda session: [], greeting=None):
     return changes, step, session.members
 
 
-def founding(**options):
+def founding(*, settings=None, **options):
     """Workers that train, and tell the invitation to their session after a few steps."""
 
     def worker(me):
-        with me.join(**SETTINGS) as session:
+        with me.join(**SETTINGS, **(settings or {})) as session:
             session.barrier()
             session.release_buffers()
             group = session.register("weights", specs())

@@ -33,9 +33,7 @@ def test_a_worker_leaves_after_its_step(
 ) -> None:
     printed = launch(COARSE_RUN, SCRIPT, (str(tmp_path), mode, str(leaver)), *options)
     others = [rank for rank in range(3) if rank != leaver]
-    left, *stayed = (
-        json.loads((tmp_path / f"end-{rank}").read_text()) for rank in (leaver, *others)
-    )
+    left, *stayed = (json.loads((tmp_path / f"end-{rank}").read_text()) for rank in (leaver, *others))
     assert stayed[0] == stayed[1], "parameters, buffers and steps are the same"
     assert stayed[0]["members"] == others
     assert left["forwards"] == 0, "it leaves before the first forward of a step"
@@ -44,9 +42,11 @@ def test_a_worker_leaves_after_its_step(
         ranks = range(3) if step in left["moves"] else others
         assert move == pytest.approx(sum(2**rank for rank in ranks) / len(ranks), abs=1e-2), step
     assert left["moves"].items() <= moves.items()
-    said = rf"worker {leaver} \(pid \d+\) left at step \d+ \(SIGTERM\), .* the other 2 go on \(--min-workers 2\)"
+    said = (
+        rf"worker {leaver} \(pid \d+\) left at step \d+ \(SIGTERM\), .* the other 2 go on \(--min-workers 2\)"
+    )
     assert re.search(said, printed), printed
-    assert f"faults: none; left: worker {leaver} at step " in printed
+    assert f"faults: none; worker {leaver} left at step " in printed
     assert "Traceback" not in printed
     assert "a new worker" not in printed, "who asks a worker to leave wants it gone"
 

@@ -39,6 +39,32 @@ def test_each_worker_learns_who_it_is():
     assert {env["HOME"] for env in environments} == {"/root"}
 
 
+def test_workers_that_may_join_have_identities_too():
+    arguments = parse("-n", "2", "--min-workers", "1", "--max-workers", "4", "-m", "train")
+    environments = environments_of(arguments, {})
+    assert [env["RANK"] for env in environments] == ["0", "1", "2", "3"]
+    assert [env["LOCAL_RANK"] for env in environments] == ["0", "1", "2", "3"]
+    assert [env["WORLD_SIZE"] for env in environments] == ["2", "2", "4", "4"]
+    assert [env["LOCAL_WORLD_SIZE"] for env in environments] == ["2", "2", "4", "4"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("-n", "3", "--min-workers", "1", "--max-workers", "2"), "starts with 3 workers; raise it"),
+        (("-n", "1", "--min-workers", "1", "--max-workers", "2"), "no other worker can join it"),
+        (("-n", "2", "--max-workers", "3"), "needs COARSE_MIN_WORKERS"),
+        (
+            ("-n", "2", "--min-workers", "2", "--on-loss", "restart", "--max-workers", "3"),
+            "needs COARSE_MIN_WORKERS",
+        ),
+    ],
+)
+def test_places_that_nobody_could_take_are_refused(arguments, reason):
+    with pytest.raises(UsageError, match=reason):
+        environments_of(parse(*arguments, "-m", "train"), {})
+
+
 def test_nodes_number_their_workers_as_torchrun_does():
     nodes = (
         "--nnodes",

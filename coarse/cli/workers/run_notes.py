@@ -35,13 +35,13 @@ class RunNotes:
                     self._ends[note["ended"]] = note
         return [] if self._is_quiet else lines
 
-    def summary(self, num_restarts: int, failed: Sequence[str], left: Sequence[str] = ()) -> str:
+    def summary(self, num_restarts: int, failed: Sequence[str], changes: Sequence[str] = ()) -> str:
         """The job in one line; "" if no session has ended, or nothing is to be shown.
 
         Args:
             num_restarts: Restarts of all workers.
             failed: The workers that have failed, in words.
-            left: The workers that have left as planned, in words.
+            changes: The workers that have joined, and left as planned, in words.
         """
         if self._is_quiet or not self._ends:
             return ""
@@ -50,7 +50,7 @@ class RunNotes:
             _describe_pace(self._ends),
             _describe_memory(self._ends),
             f"faults: {', '.join(faults) or 'none'}",
-            *([f"left: {', '.join(left)}"] if left else []),
+            *([", ".join(changes)] if changes else []),
         ]
         return "; ".join(parts)
 

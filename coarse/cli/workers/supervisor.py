@@ -22,6 +22,7 @@ from coarse.cli.workers.failure import (
     reports_own_error,
     signal_name,
 )
+from coarse.cli.workers.join_requests import JoinRequest, JoinRequests
 from coarse.cli.workers.output import Console, OutputPipe, Piece, StartupNotes, Tail, open_consoles
 from coarse.cli.workers.processes import (
     FORWARDED_SIGNALS,
@@ -69,7 +70,8 @@ class JobPlan:
 
     Args:
         command: Program and arguments, the same for each worker.
-        environments: The whole environment of each worker; their number is the number of workers.
+        environments: The whole environment of each worker, and of each that may join later.
+        num_vacant: How many of these, the last ones, may join later.
         shutdown_timeout_s: Time for workers to end after a signal to the launcher.
         first_rank: Rank of the first worker; the others follow.
         plain_first: Whether the first worker gets the launcher's own stdout and stderr.
@@ -79,6 +81,7 @@ class JobPlan:
             lost ones count, too.
         min_workers: Workers that suffice to go on after others have failed; 0 if the first failure ends all.
         replaces_workers: Whether to start a new worker in place of each that has failed while the others go on.
+        takes_workers: Whether to start further workers in vacant places, when `coarse run --join` asks for it.
         restart_variables: Returns changed variables of every environment, given the number of the restart.
         is_quiet: Whether to say nothing about what the session decides and how the job went.
         tell: Takes events for the dashboard: kind, as in coarse.dashboard.samples, and text.
@@ -87,6 +90,7 @@ class JobPlan:
     command: tuple[str, ...]
     environments: tuple[Mapping[str, str], ...]
     shutdown_timeout_s: float
+    num_vacant: int = 0
     first_rank: int = 0
     plain_first: bool = False
     log_dir: Path | None = None
@@ -94,20 +98,21 @@ class JobPlan:
     max_restarts: int = 0
     min_workers: int = 0
     replaces_workers: bool = False
+    takes_workers: bool = False
     restart_variables: Callable[[int], Mapping[str, str]] = lambda attempt: {}
     is_quiet: bool = False
     tell: Callable[[str, str], None] = lambda kind, text: None
 
     def __post_init__(self) -> None:
-        if not self.command or not self.environments:
+        if not self.command or self.num_workers < 1:
             raise ValueError("a job needs a command and at least one worker")
         if self.log_dir is None and len(self.console_streams) < 2:
             raise ValueError("output that is kept from the console needs a log directory")
 
     @property
     def num_workers(self) -> int:
-        """Number of workers, all on this node."""
-        return len(self.environments)
+        """Number of workers at the start, all on this node."""
+        return len(self.environments) - self.num_vacant
 
     @property
     def job(self) -> str:
@@ -136,6 +141,8 @@ class _Worker:
     """Whether it has the place of a lost worker, and does not take part yet."""
     left_at: int | None = None
     """The step after which it has left while the others go on; None if it has not."""
+    request: JoinRequest | None = None
+    """The request by which it joins; None if the launcher has started it by itself."""
 
     def exit(self) -> WorkerExit:
         return WorkerExit(
@@ -181,6 +188,8 @@ class Supervisor:
         self._num_replacements = 0
         self._replacement_delay_s = 0.0
         self._replaced: list[int] = []
+        self._to_replace: set[int] = set()  # ranks of workers that start later
+        self._joined: list[int] = []
         self._started_s = time.monotonic()
         self._is_ending = False
         self._has_children = True
@@ -189,6 +198,10 @@ class Supervisor:
         self._notes_pipe = NotesPipe()
         self._notes = RunNotes(is_quiet=plan.is_quiet)
         self._selector.register(self._notes_pipe.fd, selectors.EVENT_READ, self._take_notes)
+        self._join_requests: JoinRequests | None = None
+        if plan.takes_workers:
+            with suppress(OSError):  # the system allows no such socket
+                self._join_requests = JoinRequests(plan.job, self._selector, self._take_join_request)
 
     def run(self) -> int:
         """Runs the job to its end and returns its exit code; no process of the job remains."""
@@ -208,6 +221,8 @@ class Supervisor:
                 self._drain()
                 self._take_notes()
                 self._notes_pipe.close()
+                if self._join_requests is not None:
+                    self._join_requests.close()
         return self._verdict()
 
     def _start(self) -> None:
@@ -252,9 +267,8 @@ class Supervisor:
         return worker
 
     def _pipes(self, worker: _Worker) -> Iterator[OutputPipe]:
-        log_fd = _open_log(
-            self._plan.log_dir, worker.rank, is_new=self._num_restarts + self._num_replacements == 0
-        )
+        is_new = all(each.rank != worker.rank for each in self._workers)
+        log_fd = _open_log(self._plan.log_dir, worker.rank, is_new=is_new)
         prefix = (
             b"" if worker.rank == self._plan.first_rank and self._is_unmarked else b"[w%d] " % worker.rank
         )
@@ -441,29 +455,41 @@ class Supervisor:
             )
             return
         self._num_replacements += 1
+        self._to_replace.add(rank)
         self._later(self._replacement_delay_s, partial(self._replace, rank))
 
     def _replace(self, rank: int) -> None:
-        if self._is_failing or self._interrupted_by is not None or self._has_finished or not self._running:
+        self._to_replace.discard(rank)
+        if self._is_over:
             return
         if self._invitation is None:
             self._say(
                 f"coarse run: worker {rank} is not replaced: the job has no session that takes new workers\n"
             )
             return
-        local_rank = rank - self._plan.first_rank
-        invited = {**self._environment_of(local_rank), "COARSE_INVITATION": json.dumps(self._invitation)}
         try:
-            worker = self._spawn(local_rank, invited)
+            worker = self._start_newcomer(rank)
         except OSError as error:
             self._say(f"coarse run: no new worker {rank} can be started: {error}\n")
             return
-        worker.is_entering = True
-        self._add(worker)
         self._say(
             f"coarse run: a new worker {rank} (pid {worker.process.pid}) starts; {self._num_replacements} of "
             f"{self._plan.max_restarts} restart(s)\n"
         )
+
+    def _start_newcomer(self, rank: int) -> _Worker:
+        local_rank = rank - self._plan.first_rank
+        invited = {**self._environment_of(local_rank), "COARSE_INVITATION": json.dumps(self._invitation)}
+        worker = self._spawn(local_rank, invited)
+        worker.is_entering = True
+        self._add(worker)
+        return worker
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether it is too late for new workers."""
+        is_ending = self._is_failing or self._interrupted_by is not None
+        return is_ending or self._has_finished or not self._running
 
     @property
     def _has_finished(self) -> bool:
@@ -475,18 +501,65 @@ class Supervisor:
             if worker.rank == rank and worker.is_entering:
                 worker.is_entering = False
                 self._replacement_delay_s = 0.0
-                self._replaced.append(rank)
+                (self._replaced if worker.request is None else self._joined).append(rank)
+                if worker.request is not None:
+                    worker.request.tell_end(rank)
                 self._say(
                     f"coarse run: worker {rank} (pid {worker.process.pid}) takes part in the training\n"
                 )
 
     def _note_failed_entry(self, worker: _Worker) -> None:
-        """Tries again, after twice the time, when a new worker has ended before it took part."""
-        if worker.was_stopped or self._is_failing or self._interrupted_by is not None or self._has_finished:
+        """Tries again, after twice the time, when a replacement has ended before it took part."""
+        if worker.request is not None:
+            how = "the others have finished or end" if self._is_over else str(worker.exit())
+            worker.request.tell_end(worker.rank, how)
+        if worker.was_stopped or self._is_over:
             return
         self._say(f"coarse run: {worker.exit()}, before it took part in the training\n")
+        if worker.request is not None:
+            return
         self._replacement_delay_s = min(max(_FIRST_DELAY_S, 2 * self._replacement_delay_s), _LONGEST_DELAY_S)
         self._replace_later(worker.rank)
+
+    # ---- workers that join in vacant places ----
+
+    def _take_join_request(self, request: JoinRequest) -> None:
+        """Starts as many workers as a request asks for, in the lowest vacant places, or refuses it."""
+        vacant = self._vacant_ranks()
+        if reason := self._cannot_take(request.num_workers, len(vacant)):
+            return request.refuse(reason)
+        for rank in vacant[: request.num_workers]:
+            try:
+                worker = self._start_newcomer(rank)
+            except OSError as error:
+                request.tell_end(rank, f"worker {rank} cannot be started: {error}")
+                continue
+            worker.request = request
+            request.tell_start(rank, worker.process.pid)
+            self._say(f"coarse run: worker {rank} (pid {worker.process.pid}) starts, to join the training\n")
+
+    def _vacant_ranks(self) -> list[int]:
+        taken = {worker.rank for worker in self._running.values()} | self._to_replace
+        first = self._plan.first_rank
+        return [rank for rank in range(first, first + len(self._plan.environments)) if rank not in taken]
+
+    def _cannot_take(self, num_workers: int, num_vacant: int) -> str:
+        """Why workers cannot join now, and what to do; "" if they can."""
+        num_places = len(self._plan.environments)
+        if self._is_over:
+            return "its workers end"
+        if self._invitation is None:
+            return (
+                "its workers have no session yet. Try again when they train; a script that wraps no model and makes "
+                "no session takes no workers"
+            )
+        if num_workers <= num_vacant:
+            return ""
+        found = f"{num_vacant} of its {num_places} places are vacant"
+        return (
+            f"{found if num_vacant else f'all {num_places} places are taken'}, and {num_workers} worker(s) are to "
+            "join. Ask for fewer (-n), or start the job with a larger --max-workers"
+        )
 
     def _dismiss_newcomers(self) -> None:
         """Ends new workers that have not taken part when the others finish: nothing is left for them to do."""
@@ -524,6 +597,7 @@ class Supervisor:
         sweep(spared=persistent_pids(self._plan.job), reap=self._reap)
         self._is_failing = False
         self._lost, self._left = [], []
+        self._to_replace.clear()
         self._invitation = None
         self._replacement_delay_s = 0.0
         self._started_s = time.monotonic()
@@ -583,8 +657,9 @@ class Supervisor:
         failed = [f"worker {each.rank} lost" for each in lost] if not self._is_failing else []
         failed += [f"worker {rank} replaced" for rank in self._replaced]
         failed += [] if failure is None or failure.was_stopped else [f"worker {failure.rank} failed"]
-        left = [f"worker {worker.rank} at step {worker.left_at}" for worker in self._left]
-        if summary := self._notes.summary(self._num_restarts, failed, left):
+        changes = [f"worker {rank} joined" for rank in self._joined]
+        changes += [f"worker {each.rank} left at step {each.left_at}" for each in self._left]
+        if summary := self._notes.summary(self._num_restarts, failed, changes):
             self._plan.tell(JOB, summary)
             self._say(f"coarse run: {summary}\n")
         if self._interrupted_by is not None and (failure is None or failure.was_stopped):

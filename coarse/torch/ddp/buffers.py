@@ -72,7 +72,7 @@ class BufferBroadcast:
 
     def __init__(self, session: Session, name: str, buffers: Sequence[torch.Tensor]) -> None:
         self._rank = session.identity.rank
-        self._num_workers = session.identity.world_size
+        self._num_workers = session.num_places
         self._entering: frozenset[int] = frozenset()
         self._lost: set[int] = set()
         self._packing = Packing(buffers)
