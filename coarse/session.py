@@ -644,9 +644,17 @@ class Session:
         """Leaves a job in which the others go on. Call it between two steps, and end the process then. Idempotent.
 
         What this worker has pushed counts as a whole. Its place is vacant, and its departure is no failure.
+
+        Raises:
+            ValueError: If the job does not go on without lost workers.
         """
         if not isinstance(self._client, Client):
             return self.close()
+        if not self.settings.least_workers:
+            raise ValueError(
+                f"worker {self.identity.rank} cannot leave early: the others need it. Set COARSE_MIN_WORKERS, and "
+                "they go on without it; or give every worker the same number of steps, and call close()"
+            )
         steps = self._client.num_steps
         note = {"left": self.identity.rank, "step": steps, "is_asked": self.is_asked_to_leave}
         tell_launcher(notes_pipe(), note)

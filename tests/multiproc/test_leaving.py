@@ -88,6 +88,17 @@ def test_when_more_leave_than_can_be_spared_the_others_learn_who_has_left(job):
         assert not workers[rank].finish().error
 
 
+def test_a_job_that_needs_all_workers_lets_none_leave(job):
+    def worker(me):
+        with me.join() as session:
+            with pytest.raises(ValueError, match=r"others need it.*COARSE_MIN_WORKERS"):
+                session.leave()
+            session.barrier()
+            return signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+    assert job.run(2, worker) == [True, True]
+
+
 def test_a_newcomer_takes_the_place_that_was_left_and_leaves_too(job):
     workers, invitation = begin(job)
     workers[LOST].signal(signal.SIGTERM)

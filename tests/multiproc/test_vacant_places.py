@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import random
 import signal
 
+import pytest
 from harness import LIMIT_S
 from test_newcomers import begin, end, entering, lose, reduced, specs
 
+from coarse.cli.workers.joining import join as ask_for_workers
+from coarse.status.address import find_addresses
+
 FOUNDERS, PLACES = 2, 4
+TURNS = 12
 SETTINGS = {"max_workers": PLACES}
 
 
@@ -20,6 +26,11 @@ def join(job, rank, invitation, **options):
     worker = job.start_worker(rank, PLACES, entering(invitation, **options))
     assert worker.hear() == "built"
     return worker, worker.hear() + 1
+
+
+def leave(worker):
+    worker.signal(signal.SIGTERM)
+    assert worker.finish().error == "SystemExit"
 
 
 def both(ranks, *more):
@@ -43,9 +54,8 @@ def test_all_places_fill_up_and_founders_leave(job):
     workers, invitation = founders(job, more=reduced)
     for rank in range(FOUNDERS, PLACES):
         workers.append(join(job, rank, invitation, more=reduced)[0])
-    workers[0].signal(signal.SIGTERM)
-    assert workers[0].finish().error == "SystemExit"
     lose(workers[1])
+    leave(workers[0])
     values = end(job, workers[2:])
     assert values[0][0][-1] == values[1][0][-1]
     assert values[0][0][-1][1] == both([2, 3], 12.0)
@@ -61,6 +71,36 @@ def test_a_place_is_vacant_again_when_its_worker_is_lost(job):
     values = end(job, [*workers, newcomer])
     assert values[0] == values[1]
     assert values[0][0][-2:] == [[values[0][0][-2][0], both([0, 1])], [first, both([0, 1, 3])]]
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))])
+def test_workers_come_and_go_at_random(job, seed):
+    """At the end, the steps are those of the workers that live: nothing is left of all others."""
+    draw = random.Random(seed)
+    workers, invitation = founders(job, more=reduced)
+    present = dict(enumerate(workers))
+    for turn in range(TURNS):
+        vacant = [rank for rank in range(PLACES) if rank not in present]
+        if len(present) == 1 or (vacant and draw.random() < 0.5):
+            present[vacant[0]], _ = join(job, vacant[0], invitation, more=reduced)
+            continue
+        one = present.pop(draw.choice(sorted(present)))
+        if draw.random() < 0.3 and turn < TURNS - 1:  # the last step might be that of the loss
+            lose(one)
+        else:
+            leave(one)
+    ranks = sorted(present)
+    for changes, _, members in end(job, [present[rank] for rank in ranks]):
+        assert members == ranks
+        assert changes[-1][1] == both(ranks, float(sum(2**rank for rank in ranks)))
+
+
+def test_without_a_launcher_nobody_starts_workers(job, capsys):
+    workers, _ = founders(job)
+    (name,) = {each.job for each in find_addresses() if each.pid == workers[0].pid}
+    assert ask_for_workers(name, 1) == 1
+    assert f"job {name} takes no workers: start it by `coarse run`" in capsys.readouterr().err
+    end(job, workers)
 
 
 def test_vacant_places_have_no_memory_devices_of_their_own(job):
