@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable
 from types import FrameType
 
-_CONFIRMED_AFTER_S = 0.1
+_CONFIRMED_AFTER_S = 0.5
 """Time for a launcher that ends all workers to send SIGTERM again, so that this worker ends at once."""
 
 

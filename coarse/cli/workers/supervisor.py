@@ -666,6 +666,10 @@ class Supervisor:
             self._plan.tell(JOB, f"{self._why_interrupted()}; no worker is left")
             self._say(f"coarse run: {self._why_interrupted()}; no worker is left\n")
             return 128 + self._interrupted_by
+        if failure is None and self._left and not self._has_finished:
+            self._plan.tell(JOB, "all workers have left")
+            self._say("coarse run: all workers have left before the end of the job\n")
+            return 128 + signal.SIGTERM
         if failure is None:
             return 0
         self._plan.tell(FAULT, headline(failure, exits))
