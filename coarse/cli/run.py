@@ -452,8 +452,7 @@ def _require_sound_settings(environment: Mapping[str, str], num_workers: int, nu
         if asked != (0, "", 0, "auto"):  # the import takes a tenth of a second
             from coarse.startup.device_checks import check_node
 
-            num_places = max(num_workers, settings.max_workers)
-            check_node(settings, num_workers=num_places, num_nodes=num_nodes)
+            check_node(settings, num_workers=num_workers, num_nodes=num_nodes)
     except (OSError, ValueError, CoarseError) as error:
         raise UsageError(str(error)) from None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -157,6 +157,14 @@ class PartitionTable:
     def memories(self) -> tuple[str, ...]:
         """Names of the memory devices' memories, in their order."""
         return tuple(str(device.memory) for device in self.devices)
+
+    def with_places(self, count: int) -> PartitionTable:
+        """This table for `count` workers in all, of which each further one has the memory device with the fewest."""
+        blocks = [list(device.workers) for device in self.devices]
+        for worker in range(self.num_workers, count):
+            min(blocks, key=len).append(worker)
+        pairs = zip(self.devices, blocks, strict=True)
+        return replace(self, devices=tuple(replace(each, workers=tuple(block)) for each, block in pairs))
 
     @classmethod
     def even(

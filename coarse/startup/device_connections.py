@@ -171,14 +171,16 @@ def _announcement_key(node: int) -> str:
 def _choose_table(joining: Joining) -> PartitionTable:
     """The workers and the memory of each memory device; refuses contradictory settings."""
     settings, nodes = joining.settings, joining.nodes
-    num_workers = len(nodes.ranks[joining.node])
+    num_places = len(nodes.ranks[joining.node])
     table = choose_partition_table(
         settings.partition_table,
-        num_workers=num_workers,
-        devices=settings.memory_devices or num_workers - len(nodes.vacant),
+        num_workers=num_places - len(nodes.vacant),
+        devices=settings.memory_devices,
     )
     check_devices(settings, table, num_nodes=nodes.num_nodes)
-    return table if settings.partition_table or settings.machine else pair_with_nearest(table)
+    if not settings.partition_table and not settings.machine:
+        table = pair_with_nearest(table)
+    return table.with_places(num_places)
 
 
 def _start_missing(

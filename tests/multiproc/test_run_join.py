@@ -46,7 +46,10 @@ def running(
 
 
 def parent_of(address: Address) -> int:
-    stat = Path(f"/proc/{address.pid}/stat").read_text()
+    try:
+        stat = Path(f"/proc/{address.pid}/stat").read_text()
+    except OSError:  # it has ended
+        return -1
     return int(stat.rpartition(")")[2].split()[1])
 
 

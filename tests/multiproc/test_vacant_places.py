@@ -109,7 +109,9 @@ def test_vacant_places_have_no_memory_devices_of_their_own(job):
             group = session.register("weights", specs())
             group.push(0)
             assert group.pull(0) == FOUNDERS
-            return len(session.device_pids), session.members, session.num_places
+            served = [each.workers for each in session.partition_table.devices]
+            return len(session.device_pids), session.members, session.num_places, served
 
     values = job.run(FOUNDERS, worker)
-    assert values == [[FOUNDERS, [0, 1], PLACES], [0, [0, 1], PLACES]]
+    common = [[0, 1], PLACES, [[0, 2], [1, 3]]]
+    assert values == [[FOUNDERS, *common], [0, *common]]

@@ -194,3 +194,10 @@ def test_a_table_for_another_number_of_workers_is_refused(tmp_path):
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"nowhere\.toml"):
         PartitionTable.load(tmp_path / "nowhere.toml")
+
+
+def test_further_workers_go_to_the_memory_devices_with_the_fewest():
+    table = PartitionTable.even(num_workers=3, num_devices=2)
+    assert [device.workers for device in table.devices] == [(0, 1), (2,)]
+    assert [device.workers for device in table.with_places(6).devices] == [(0, 1, 4), (2, 3, 5)]
+    assert table.with_places(3) == table
