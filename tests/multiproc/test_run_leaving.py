@@ -46,3 +46,15 @@ def test_a_worker_that_fails_when_others_have_left_is_a_failure_if_too_few_stay(
     script.write_text(SCRIPT + "if rank == 1: sys.exit(9)\nsignal.pause()\n")
     done = coarse_run("-n", "3", "--min-workers", "2", script, "0:0")
     assert done.returncode == 9
+
+
+def test_a_restart_of_the_job_starts_a_worker_in_each_place(script: Path) -> None:
+    script.write_text(
+        "import os, sys\n"
+        "is_first = os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'\n"
+        "if not is_first: sys.exit(print('again', flush=True))\n" + SCRIPT + "sys.exit(9)\n"
+    )
+    done = coarse_run("-n", "2", "--min-workers", "2", "--max-restarts", "1", script, "1:0")
+    assert done.returncode == 0
+    assert sorted(done.stdout.splitlines()) == ["[w0] again", "[w1] again"]
+    assert "left at step 7" in done.stderr

@@ -389,13 +389,15 @@ class Supervisor:
         self._ended.append(worker)
         if returncode == 0:
             self._dismiss_newcomers()
-        if returncode != 0 and not self._is_failing and self._interrupted_by is None:
-            if self._goes_on_without(worker):
-                return
-            self._is_failing = True
-            self._later(REPORT_GRACE_S, self._terminate_silent_workers)
-            self._later(REPORT_GRACE_S + TEARDOWN_GRACE_S, self._terminate_workers)
-            self._later(REPORT_GRACE_S + TERMINATE_GRACE_S, self._kill_all)
+        is_first = returncode != 0 and not self._is_failing and self._interrupted_by is None
+        if is_first and not self._goes_on_without(worker):
+            self._begin_to_fail()
+
+    def _begin_to_fail(self) -> None:
+        self._is_failing = True
+        self._later(REPORT_GRACE_S, self._terminate_silent_workers)
+        self._later(REPORT_GRACE_S + TEARDOWN_GRACE_S, self._terminate_workers)
+        self._later(REPORT_GRACE_S + TERMINATE_GRACE_S, self._kill_all)
 
     def _goes_on_without(self, worker: _Worker) -> bool:
         """Whether enough workers still run after this one has failed, and none has finished; says so."""
@@ -438,6 +440,8 @@ class Supervisor:
             asked = " (SIGTERM)" if is_asked else ""
             departure = f"worker {rank} (pid {worker.process.pid}) left at step {step}{asked}"
             self._say_who_goes_on(departure, time.monotonic())
+            if self._num_members < self._plan.min_workers and not self._is_over:
+                self._begin_to_fail()
 
     def _note_end_after_departure(self, worker: _Worker) -> None:
         if worker.process.returncode and not worker.was_stopped:
@@ -585,7 +589,12 @@ class Supervisor:
     @property
     def _is_to_restart(self) -> bool:
         is_failing = self._is_failing and self._interrupted_by is None
-        return is_failing and self._num_restarts + self._num_replacements < self._plan.max_restarts
+        has_failed = any(worker.process.returncode != 0 for worker in self._ended)  # not if all have left
+        return (
+            is_failing
+            and has_failed
+            and self._num_restarts + self._num_replacements < self._plan.max_restarts
+        )
 
     def _restart(self) -> None:
         """Restarts all workers after the last one has ended. Kept memory devices survive."""
