@@ -9,6 +9,7 @@ whether it counted. FOLDER/pid-PLACE has the number of the process.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import sys
@@ -66,18 +67,26 @@ def train_with_coarse(workload: Workload, log: StepLog, arguments: argparse.Name
         log.write(step, began_s)
 
 
-def train_with_replacement(workload: Workload, log: StepLog, arguments: argparse.Namespace) -> None:
-    """As with COARSE, until a new worker has been there for so many steps; under `--on-loss replace`."""
+def train_with_replacement(
+    workload: Workload, log: StepLog, arguments: argparse.Namespace, *, offloads: bool = True
+) -> None:
+    """As with COARSE, until a new worker has been there for so many steps; under `--on-loss replace`.
+
+    Args:
+        workload, log, arguments: As for every system.
+        offloads: Whether the optimizer runs in the memory devices; otherwise a new worker gets it from another one.
+    """
     import coarse.torch
 
     coarse.torch.init_process_group()
     module = coarse.torch.DistributedDataParallel(workload.module)
     optimizer = torch.optim.AdamW(workload.module.parameters(), lr=LEARNING_RATE)
-    optimizer = coarse.torch.DistributedOptimizer(optimizer, module)
+    if offloads:
+        optimizer = coarse.torch.DistributedOptimizer(optimizer, module)
     session = module.session
     is_new = session.is_newcomer
     log.note_built()
-    step = session.join_training()
+    step = session.join_training(state={"optimizer": optimizer})
     last = step + 1 + arguments.steps_with_newcomer if is_new else sys.maxsize
 
     def note_change(members: tuple[int, ...]) -> None:
@@ -160,6 +169,7 @@ def load_state(workload: Workload, optimizer: Any, state: dict[str, Any]) -> Non
 SYSTEMS: dict[str, Callable[[Workload, StepLog, argparse.Namespace], None]] = {
     "coarse": train_with_coarse,
     "coarse-replace": train_with_replacement,
+    "coarse-replace-plain": functools.partial(train_with_replacement, offloads=False),
     "torchft": train_with_torchft,
     "torchrun": train_with_torch,
 }

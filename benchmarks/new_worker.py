@@ -2,11 +2,12 @@
 
     python benchmarks/new_worker.py [--model bert-base] [--workers 3] [--rounds 3]
 
-`coarse run --on-loss replace` trains with the optimizer in the memory devices. Worker 1 is killed by SIGKILL, and a
-new worker takes its place. *ready* is the time from the end of its imports and of building its model and optimizer
-to the end of its first step. The others' steps are those that ended before the kill (*median*, *p99*), while the new
-worker started (*starting*, when it uses a core for its imports) and from its model to its first step (*entering*).
-All figures are measured.
+`coarse run --on-loss replace` trains with the optimizer in the memory devices, or by `--plain` on the workers. There,
+a new worker gets parameters and states from another one. Worker 1 is killed by SIGKILL, and a new worker takes its
+place. *ready* is the time from the end of its imports and of building its model and optimizer to the end of its first
+step. The others' steps are those that ended before the kill (*median*, *p99*), while the new worker started
+(*starting*, when it uses a core for its imports) and from its model to its first step (*entering*). All figures are
+measured.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Entry:
         return self.entering_s - self.p99_s
 
 
-def run_job(plan: Plan) -> Entry:
+def run_job(plan: Plan, system: str) -> Entry:
     """Runs a job, kills its worker 1, and reads what the others and the new worker saw.
 
     Raises:
@@ -63,7 +64,7 @@ def run_job(plan: Plan) -> Entry:
     command = [sys.executable, "-m", "coarse", "run", *flags, "--max-restarts", "1"]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        job = start([*command, *plan.command("coarse-replace", folder)], folder)
+        job = start([*command, *plan.command(system, folder)], folder)
         try:
             killed_s = kill_the_victim(folder, plan)
             if job.wait(LIMIT_S):
@@ -113,21 +114,26 @@ def print_table(plan: Plan, entries: list[Entry], console: Console) -> None:
 
 
 def main() -> None:
-    arguments = parser_of_plans(__doc__ or "").parse_args()
+    parser = parser_of_plans(__doc__ or "")
+    parser.add_argument("--plain", action="store_true", help="the optimizer runs on the workers")
+    arguments = parser.parse_args()
     console = Console(width=110)
     names = ("model", "batch", "sequence", "workers", "before")
     plan = Plan(**{name: getattr(arguments, name) for name in names}, after=0)
+    system = "coarse-replace-plain" if arguments.plain else "coarse-replace"
     entries = []
     for number in range(arguments.rounds):
         try:
-            entries.append(run_job(plan))
+            entries.append(run_job(plan, system))
         except JobFailedError as error:
             sys.exit(str(error))
         console.print(f"round {number + 1}: {entries[-1]}", highlight=False)
     print_table(plan, entries, console)
     if arguments.json is not None:
         append_records(
-            arguments.json, [{**asdict(plan), **asdict(entry)} for entry in entries], Provenance.here()
+            arguments.json,
+            [{"system": system, **asdict(plan), **asdict(entry)} for entry in entries],
+            Provenance.here(),
         )
 
 

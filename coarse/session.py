@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -62,6 +63,7 @@ from coarse.timeline.part_files import WORKER, Process
 from coarse.tuning.step_planning import StepPlanning
 from coarse.wire.algorithms import describe_algorithm
 from coarse.wire.registration import EAGER, WorkerMemory
+from coarse.worker_state import WorkerState, checked
 
 if TYPE_CHECKING:  # slow to import
     from coarse.metrics.endpoint import MetricsEndpoint
@@ -108,6 +110,8 @@ class Session:
         self._endpoint: MetricsEndpoint | None = None
         self.invitation: Invitation | None = None
         """How a new worker enters this session in the place of a lost one; None if it takes none."""
+        self.worker_state: Mapping[str, WorkerState] = {}
+        """The `state` of join_training()."""
         client.metrics.set("coarse_world_size", identity.world_size)
         client.metrics.set("coarse_restarts", attempt.number)
         self._answering: AnsweringWorker | None = None
@@ -200,9 +204,9 @@ class Session:
         session.invitation = invitation
         client.adopt_plan(client.routing, invitation.shard_bytes)
         client.open_boundary(invitation.next_group)
-        client.on_entry(lambda: tell_launcher(notes_pipe(), {"entered": identity.rank}))
+        client.on_entry(lambda _: tell_launcher(notes_pipe(), {"entered": identity.rank}))
         heed_notices = weakref.WeakMethod(session._heed_notices)
-        client.on_entry(lambda: (heed := heed_notices()) is not None and heed())
+        client.on_entry(lambda _: (heed := heed_notices()) is not None and heed())
         session._answering = answering
         answering.follow(client, weakref.WeakMethod(session._describe_plan))
         weakref.finalize(session, answering.close)
@@ -425,7 +429,7 @@ class Session:
         """Returns when every worker has called it."""
         self.all_reduce(np.zeros(1, dtype=np.int32))
 
-    def store(self, key: str, array: AnyArray) -> int:
+    def store(self, key: str, array: AnyArray, *more: AnyArray) -> int:
         """Stores an array in the memory devices' parameter storage; returns its version.
 
         Any worker of this node can load it. Each node has its own storage.
@@ -433,15 +437,18 @@ class Session:
         Args:
             key: Up to 1,000 characters.
             array: As for all_reduce(), but of any plain dtype, not empty; it may be read-only.
+            more: Further ones; their bytes follow in the same value.
 
         Raises:
             OutOfDeviceMemoryError: If the memory device cannot hold it; the previous value stays.
             ValueError, TypeError, GpuUnavailableError: As for all_reduce(), and if the array is empty.
         """
-        with HostValues(array, f"stored tensor {key!r}") as values:
-            if values.nbytes == 0:
-                raise ValueError(f"stored tensor {key!r}: needs a non-empty array")
-            return self._open().store(key, values.reshape(-1).view(np.uint8).data)
+        user = f"stored tensor {key!r}"
+        with contextlib.ExitStack() as stack:
+            values = [stack.enter_context(HostValues(each, user)) for each in (array, *more)]
+            if not all(each.nbytes for each in values):
+                raise ValueError(f"{user}: needs a non-empty array")
+            return self._open().store(key, *(each.reshape(-1).view(np.uint8).data for each in values))
 
     def load(self, key: str) -> StoredValue:
         """The newest value that any worker of this node has stored under `key`.
@@ -597,18 +604,26 @@ class Session:
         client = self._open()
         return isinstance(client, Client) and client.is_newcomer
 
-    def join_training(self) -> int:
+    def join_training(self, *, state: Mapping[str, WorkerState] | None = None) -> int:
         """Returns when this worker takes part in the training: at once, unless it has the place of a lost worker.
 
         Call it when models and optimizers are built, and no later than the first forward, which calls it otherwise.
+
+        Args:
+            state: Objects by name whose state a newcomer takes over from a member, before this returns: optimizers
+                that run on the workers, schedulers, GradScaler and all else with state_dict() and load_state_dict().
+                Every worker passes the same names. coarse.torch.DistributedDataParallel reads and loads them.
 
         Returns:
             Number of steps that the job has begun before; a step is a forward after an update.
 
         Raises:
+            TypeError: If an object in `state` has no state_dict() or load_state_dict().
             CoarseError: If the job ends before, or this worker has not built what the others have.
         """
         client = self._open()
+        if state is not None:
+            self.worker_state = checked(state)
         if not isinstance(client, Client):
             return 0
         client.join_training()
@@ -671,8 +686,12 @@ class Session:
         client = self._client
         return isinstance(client, Client) and len(client.members.ranks) > self.settings.least_workers
 
-    def on_entry(self, callback: Callable[[], object]) -> None:
-        """Calls back when this newcomer takes part in the training, before its first step."""
+    def on_entry(self, callback: Callable[[frozenset[int]], object]) -> None:
+        """Calls back when this newcomer takes part in the training, before its first step.
+
+        Args:
+            callback: Receives the ranks of all that take part from the same step on, this one included.
+        """
         self._linked().on_entry(callback)
 
     @property

@@ -48,9 +48,10 @@ class SingleWorkerClient:
     ) -> None:
         """Leaves the buffer as it is: the sum, mean and maximum of one worker are its own values."""
 
-    def store(self, key: str, value: memoryview[Any]) -> int:
-        """Keeps a copy of the value; returns its version."""
-        self._stored[key] = StoredValue(version=self.load(key).version + 1, value=memoryview(bytes(value)))
+    def store(self, key: str, *pieces: memoryview[Any]) -> int:
+        """Keeps a copy of the pieces as one value; returns its version."""
+        value = memoryview(b"".join(pieces))
+        self._stored[key] = StoredValue(version=self.load(key).version + 1, value=value)
         return self._stored[key].version
 
     def load(self, key: str) -> StoredValue:

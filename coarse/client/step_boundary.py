@@ -93,6 +93,11 @@ class StepBoundary:
         self.num_steps = 0
         """Calls of cross(), also those of the others before this worker was a member."""
 
+    @property
+    def newcomers(self) -> frozenset[int]:
+        """Ranks of the workers that are new in the epoch of this newcomer's enter(), until it calls cross()."""
+        return self._entered
+
     def cross(self) -> frozenset[int]:
         """Goes over the boundary; every member calls it between the same two pushes.
 

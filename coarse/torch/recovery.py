@@ -13,10 +13,11 @@ import torch
 from coarse.checkpoint.values import from_json, to_json
 from coarse.torch.checkpoint.data_position import DataPosition
 from coarse.torch.checkpoint.training_state import as_small_tensor, from_small_tensor
-from coarse.torch.checkpoint.worker_state import RandomState, WorkerState, checked
+from coarse.torch.checkpoint.worker_state import RandomState
 from coarse.torch.ddp.distributed import DistributedDataParallel
 from coarse.torch.optimizer.distributed_optimizer import DistributedOptimizer, stand_in_of
 from coarse.torch.optimizer.trainers import bare_optimizer
+from coarse.worker_state import WorkerState, checked
 
 logger = logging.getLogger(__name__)
 

@@ -91,7 +91,46 @@ def test_a_new_worker_that_is_lost_is_replaced_again(tmp_path: Path, fate: str) 
     check_steps(reports, 1, num_entries=2)
 
 
-def refusal(folder: Path, *options: str, mode: str = "plain") -> str:
+@pytest.mark.parametrize(
+    ("mode", "lost"),
+    [("plain", 1), ("split", 0), pytest.param("plain", 0, marks=pytest.mark.slow)],
+)
+def test_a_new_worker_gets_what_workers_hold_themselves(tmp_path: Path, mode: str, lost: int) -> None:
+    """Parameters, buffers, states of optimizers and schedules; the first worker provides them, or the second."""
+    _, reports = run(tmp_path, mode, lost, 1)
+    check_steps(reports, lost)
+
+
+@pytest.mark.parametrize("fate", ["read", pytest.param("step", marks=pytest.mark.slow)])
+def test_a_new_worker_that_is_lost_while_it_reads_the_state_is_replaced(tmp_path: Path, fate: str) -> None:
+    _, reports = run(tmp_path, "plain", 1, 2, fate, "live")
+    check_steps(reports, 1, num_entries=2)
+
+
+@pytest.mark.parametrize("mode", ["plain", pytest.param("split", marks=pytest.mark.slow)])
+def test_another_worker_provides_the_state_if_the_first_is_lost_meanwhile(tmp_path: Path, mode: str) -> None:
+    """And is replaced itself: that new worker gets the state from one that was new before."""
+    printed, reports = run(tmp_path, mode, 1, 2, "orphan", "live")
+    *_, faults = printed.rstrip().rpartition("faults: ")
+    assert set(faults.split(", ")) == {
+        f"worker {rank} {fate}" for rank in (0, 1) for fate in ("lost", "replaced")
+    }
+    last = reports[2]
+    (first_loss, *_), (entry, *_), (second_loss, *_), (second_entry, *_) = last["changes"]
+    assert [members for _, *members in last["changes"]] == [[0, 2], [0, 1, 2], [1, 2], [0, 1, 2]]
+    assert entry == second_loss, "it is lost before it contributes"
+    assert set(reports[1]["moves"]) == {str(step) for step in range(entry, 1 + max(map(int, last["moves"])))}
+    assert str(second_entry) in reports[0]["moves"]
+    for rank in (0, 1):
+        assert reports[rank]["moves"].items() <= last["moves"].items()
+    for step, move in last["moves"].items():
+        members = possible_members(int(step), last["changes"])
+        assert any(move == pytest.approx(mean(each), abs=1e-2) for each in members), (step, move, members)
+    assert last["moves"][str(entry)] == pytest.approx(mean([1, 2]), abs=1e-2)
+    assert first_loss < entry < second_entry
+
+
+def refusal(folder: Path, *options: str, mode: str = "unnamed") -> str:
     command = [sys.executable, "-m", "coarse", "run", "-n", "3", "--min-workers", "2", *options]
     done = subprocess.run(
         [*command, str(SCRIPT), str(folder), mode, "1", "1"], capture_output=True, text=True, timeout=300
@@ -100,10 +139,17 @@ def refusal(folder: Path, *options: str, mode: str = "plain") -> str:
     return done.stderr
 
 
-def test_optimizers_on_workers_are_refused_in_the_first_step(tmp_path: Path) -> None:
-    said = refusal(tmp_path, "--on-loss", "replace", "--max-restarts", "1", "--max-restarts", "1")
-    assert "Give all trainable parameters to one DistributedOptimizer" in said
+def test_an_optimizer_whose_state_nobody_gives_is_refused_in_the_first_step(tmp_path: Path) -> None:
+    said = refusal(tmp_path, "--on-loss", "replace", "--max-restarts", "1")
+    assert "SGD updates parameter 'moved' on the workers, and a newcomer does not get its state" in said
+    assert "give all trainable parameters to one DistributedOptimizer" in said
 
 
 def test_a_number_of_restarts_is_required(tmp_path: Path) -> None:
     assert "starts at most --max-restarts new workers" in refusal(tmp_path, "--on-loss", "replace")
+
+
+def test_a_state_that_cannot_be_stored_is_refused_in_the_first_step(tmp_path: Path) -> None:
+    said = refusal(tmp_path, "--on-loss", "replace", "--max-restarts", "1", mode="odd")
+    assert "join_training/state/odd/value is a builtins.object" in said
+    assert "COARSE_ON_LOSS=continue" in said

@@ -35,7 +35,7 @@ LAYERS = (
     ("kernels", "settings"),
     ("env",),
     ("status",),
-    ("machine", "schema", "store", "failpoints", "security"),
+    ("machine", "schema", "store", "failpoints", "security", "worker_state"),
     ("errors", "scheduling", "scratch", "liveness", "late_notice"),
 )
 """Packages and modules of coarse: each imports from those below it only."""

@@ -31,23 +31,27 @@ class ParameterStorage:
         self._requests = requests
         self._replicas = replicas
 
-    def store(self, key: str, value: memoryview[Any]) -> int:
-        """Stores a value; returns its version.
+    def store(self, key: str, *pieces: memoryview[Any]) -> int:
+        """Stores a value, whose pieces are written one after the other; returns its version.
 
         Values loaded earlier stay as they are; later loads return this whole value.
         """
         versions = [
-            self._store_at(self._connections[device], key, value)
+            self._store_at(self._connections[device], key, pieces)
             for device in holders_of(key, len(self._connections), self._replicas)
         ]
         return versions[0]
 
-    def _store_at(self, connection: DeviceConnection, key: str, value: memoryview[Any]) -> int:
-        connection.send({"type": "reserve", "key": key, "num_bytes": value.nbytes})
+    def _store_at(self, connection: DeviceConnection, key: str, pieces: Sequence[memoryview[Any]]) -> int:
+        num_bytes = sum(piece.nbytes for piece in pieces)
+        connection.send({"type": "reserve", "key": key, "num_bytes": num_bytes})
         reserved = self._requests.wait_for(connection, "reserved", f"storage of {key!r}")
         segment = _take(reserved)
+        end = 0
         with segment.map() as target:
-            target[: value.nbytes] = value
+            for piece in pieces:
+                begin, end = end, end + piece.nbytes
+                target[begin:end] = piece
         segment.close()
         connection.send({"type": "commit"})
         return int(self._requests.wait_for(connection, "committed", f"storage of {key!r}").message["version"])

@@ -48,12 +48,13 @@ from coarse.torch.checkpoint.training_state import (
     optimizer_settings,
     training_state,
 )
-from coarse.torch.checkpoint.worker_state import OwnTensors, RandomState, WorkerState, checked, load_resharded
+from coarse.torch.checkpoint.worker_state import OwnTensors, RandomState, load_resharded
 from coarse.torch.operations import operation
 from coarse.torch.optimizer.distributed_optimizer import DistributedOptimizer, stand_in_of
 from coarse.torch.optimizer.trainers import bare_optimizer
 from coarse.torch.session import metrics_of_default_group
 from coarse.torch.weak_calls import weakly
+from coarse.worker_state import WorkerState, checked
 
 __all__ = ["Checkpointer", "DataPosition", "RandomState", "WorkerState", "load_state_dicts"]
 

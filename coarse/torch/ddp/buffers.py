@@ -73,7 +73,6 @@ class BufferBroadcast:
     def __init__(self, session: Session, name: str, buffers: Sequence[torch.Tensor]) -> None:
         self._rank = session.identity.rank
         self._num_workers = session.num_places
-        self._entering: frozenset[int] = frozenset()
         self._lost: set[int] = set()
         self._packing = Packing(buffers)
         spec = TensorSpec(name="buffers", dtype="uint8", num_elements=self._packing.num_bytes, op="sum")
@@ -102,18 +101,10 @@ class BufferBroadcast:
             if self._copy_from(each, buffers):
                 break
             self._lost.add(each)  # all workers have seen that it contributed nothing
-        self._lost -= self._entering  # from now on they have buffers
-        self._entering = frozenset()
 
-    def note_members(self, members: Collection[int], entered: frozenset[int]) -> None:
-        """Notes newcomers: the others provide their first buffers. Every worker calls it before the same run().
-
-        Args:
-            members: Ranks of all members.
-            entered: Those that are new.
-        """
-        self._lost = set(range(self._num_workers)) - set(members) | entered
-        self._entering = entered
+    def note_members(self, members: Collection[int]) -> None:
+        """Notes the ranks of all members after newcomers. Every worker calls it before the same run()."""
+        self._lost = set(range(self._num_workers)) - set(members)
 
     def _copy_from(self, root: int, buffers: Sequence[torch.Tensor]) -> bool:
         """Overwrites buffers with those of worker `root`; returns False if it is lost."""

@@ -32,7 +32,7 @@ from coarse.torch.ddp.options import (
     find_devices,
     trainable_parameters,
 )
-from coarse.torch.ddp.replacement import check_all_updates, check_replaceable
+from coarse.torch.ddp.replacement import Replacement, check_replaceable
 from coarse.torch.ddp.state_dict import with_wrapper_prefix
 from coarse.torch.ddp.uneven_inputs import UnevenInputsHook, check_joinable
 from coarse.torch.ddp.unsupported import UnsupportedFeatures
@@ -250,7 +250,7 @@ class DistributedDataParallel(UnsupportedFeatures):
         self._may_run_out = False  # whether some workers may run out of inputs before others
         self._suspended: list[DeviceOptimizer] = []
         self._awaits_values = False
-        self._last_update = -1  # before which this model has begun a step
+        self._replacement: Replacement | None = None
 
     def _register(self, *, init_sync: bool, broadcast_buffers: bool) -> None:
         shared = session_of_group(self.process_group)
@@ -278,8 +278,10 @@ class DistributedDataParallel(UnsupportedFeatures):
         others = [] if self._buffers_broadcast is None else [self._buffers_broadcast.group]
         # Holds no reference to this wrapper. The session ends at exit, with all its groups.
         weakref.finalize(self, _drop, self._gradients, others, shared.dropped).atexit = False
+        if self._session.settings.replaces_workers:
+            self._replacement = Replacement(self._session, self._gradients, weakly(self._states))
         if self._session.is_newcomer:
-            self._session.on_entry(weakly(self._catch_up))
+            self._session.on_entry(weakly(self._enter))
         self._watch_saves()
 
     def _averaging_options(self) -> AveragingOptions:
@@ -512,31 +514,21 @@ class DistributedDataParallel(UnsupportedFeatures):
 
     def _begin_step(self) -> None:
         """Lets newcomers take part from now on, if they may and the last step is complete: it has updated."""
-        if self._gradients is None or not self._session.settings.replaces_workers:
+        if self._replacement is None:
             return
-        check_all_updates(self._gradients)
-        self._session.join_training()
-        (part,) = self._gradients.offloaded
-        if part.updates.count == self._last_update:
-            return
-        self._last_update = part.updates.count
-        entered = self._session.begin_step()
-        if entered:
-            self._provide_rest(entered)
+        if self._replacement.begin_step() and self._buffers_broadcast is not None:
+            self._buffers_broadcast.note_members(self._session.members)
 
-    def _provide_rest(self, entered: frozenset[int]) -> None:
-        """Gives newcomers the frozen parameters, and the buffers in this forward. Collective."""
-        frozen = [each for each in self._module_parameters if not each.requires_grad]
-        if frozen:
-            broadcast_tensors(self._session, frozen, root=min({*self._session.members} - entered))
-        if self._buffers_broadcast is not None:
-            self._buffers_broadcast.note_members(self._session.members, entered)
+    def _enter(self, newcomers: frozenset[int]) -> None:
+        """Takes over the training from the members: this newcomer has become one. Collective."""
+        assert self._replacement is not None, "only a session that replaces workers has newcomers"
+        self._replacement.enter(newcomers)
+        self._awaits_values = False
+        self._awaited.release()
 
-    def _catch_up(self) -> None:
-        """Takes over the parameters of the members, which this newcomer shares, as they are now."""
-        if self._gradients is not None:
-            for part in self._gradients.offloaded:
-                part.catch_up()
+    def _states(self) -> list[torch.Tensor]:
+        """Parameters and buffers, without ignored ones."""
+        return [tensor for _, tensor in self._named_states(buffers=True)]
 
     def average_thawed(self) -> None:
         """Registers the gradients of thawed layers, which were frozen before. Collective if any layer was thawed.
