@@ -148,6 +148,21 @@ def test_arrays_of_any_library_are_reduced_where_they_are(job):
     job.run(2, worker)
 
 
+def test_several_arrays_are_stored_as_one_value(job):
+    def worker(me):
+        with me.join() as session:
+            if me.rank == 0:
+                session.store("both", np.arange(3, dtype=np.float32), np.full((2, 2), 7, dtype=np.uint8))
+            session.barrier()
+            stored = session.load("both").value
+            assert np.frombuffer(stored[:12], np.float32).tolist() == [0, 1, 2]
+            assert stored[12:].tolist() == [7] * 4
+            with pytest.raises(ValueError, match="stored tensor 'both': needs a non-empty array"):
+                session.store("both", np.zeros(1), np.zeros(0))
+
+    job.run(2, worker)
+
+
 def test_a_job_of_one_worker_needs_nobody(job):
     def worker(me):
         with me.join() as session:

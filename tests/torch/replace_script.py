@@ -2,9 +2,10 @@
 
     replace_script.py REPORT-FOLDER MODE LOST-RANK NUMBER-OF-ENTRIES [FATE...]
 
-MODE says where the optimizers run: `backward` and `overlap` in the memory devices, `plain` on the workers, `split` in
-both, `unnamed` on the workers without telling join_training(), and `odd` on the workers beside a state that cannot be
-stored.
+MODE says where the optimizers run: `backward` and `overlap` in the memory devices, `two` there in two parts, `plain`
+on the workers, `split` in both places, `unnamed` on the workers without telling join_training(), and `odd` on the
+workers beside a state that cannot be stored. With `plain`, workers other than the first build their model on the meta
+device.
 
 Worker LOST-RANK dies by SIGKILL in its fifth step. The n-th new worker has the n-th FATE: `start`, `built` or
 `entered` kills it at once, when its model is built, or when it takes part; `read` kills it while it reads the state
@@ -40,7 +41,7 @@ from coarse.session import Session
 BATCH, LAST_STEPS, MOST_STEPS = 4, 5, 6_000
 FOLDER, MODE, LOST, NUM_ENTRIES = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 RANK, IS_NEW = int(os.environ["RANK"]), "COARSE_INVITATION" in os.environ
-WORKERS_HOLD_SOME = MODE in ("plain", "split", "unnamed", "odd")
+WORKERS_HOLD_SOME = MODE not in ("backward", "overlap")
 
 
 class Model(nn.Module):
@@ -110,12 +111,15 @@ def build_optimizers(model: Any) -> list[torch.optim.Optimizer]:
         groups = [{"params": moved, "momentum": 0.0}, {"params": layers, "lr": 0.01}]
         optimizer = torch.optim.SGD(groups, lr=1.0, momentum=0.9)
         return [coarse.torch.DistributedOptimizer(optimizer, model, overlap=MODE == "overlap")]
-    on_worker = torch.optim.SGD(moved, lr=1.0)
+    first: torch.optim.Optimizer = torch.optim.SGD(moved, lr=1.0)
+    if MODE == "two":
+        first = coarse.torch.DistributedOptimizer(first, model)
+        return [first, coarse.torch.DistributedOptimizer(torch.optim.AdamW(layers, lr=0.01), model)]
     if MODE == "split":
-        on_worker.add_param_group({"params": layers[:4], "lr": 0.01, "momentum": 0.9})
+        first.add_param_group({"params": layers[:4], "lr": 0.01, "momentum": 0.9})
         remote = torch.optim.AdamW(layers[4:], lr=0.01)
-        return [on_worker, coarse.torch.DistributedOptimizer(remote, model)]
-    return [on_worker, torch.optim.AdamW(layers, lr=0.01, amsgrad=True)]
+        return [first, coarse.torch.DistributedOptimizer(remote, model)]
+    return [first, torch.optim.AdamW(layers, lr=0.01, amsgrad=True)]
 
 
 def digest_of(model: Any, optimizers: Iterable[Any], schedules: Iterable[ExponentialLR]) -> str:
@@ -136,7 +140,9 @@ def main() -> None:
     if fate == "fail":
         raise ValueError("a worker that cannot start")
     torch.manual_seed(os.getpid())
-    model = coarse.torch.DistributedDataParallel(Model())
+    with torch.device("meta" if MODE == "plain" and RANK else "cpu"):
+        module = Model()
+    model = coarse.torch.DistributedDataParallel(module)
     optimizers = build_optimizers(model)
     schedules = [ExponentialLR(each, 0.999) for each in optimizers[1:]]
     state: dict[str, Any] = {str(number): each for number, each in enumerate((*optimizers, *schedules))}

@@ -93,7 +93,12 @@ def test_a_new_worker_that_is_lost_is_replaced_again(tmp_path: Path, fate: str) 
 
 @pytest.mark.parametrize(
     ("mode", "lost"),
-    [("plain", 1), ("split", 0), pytest.param("plain", 0, marks=pytest.mark.slow)],
+    [
+        ("plain", 1),
+        ("split", 0),
+        pytest.param("plain", 0, marks=pytest.mark.slow),
+        pytest.param("two", 1, marks=pytest.mark.slow),
+    ],
 )
 def test_a_new_worker_gets_what_workers_hold_themselves(tmp_path: Path, mode: str, lost: int) -> None:
     """Parameters, buffers, states of optimizers and schedules; the first worker provides them, or the second."""
