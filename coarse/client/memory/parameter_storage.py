@@ -47,11 +47,7 @@ class ParameterStorage:
         connection.send({"type": "reserve", "key": key, "num_bytes": num_bytes})
         reserved = self._requests.wait_for(connection, "reserved", f"storage of {key!r}")
         segment = _take(reserved)
-        end = 0
-        with segment.map() as target:
-            for piece in pieces:
-                begin, end = end, end + piece.nbytes
-                target[begin:end] = piece
+        segment.write(pieces)
         segment.close()
         connection.send({"type": "commit"})
         return int(self._requests.wait_for(connection, "committed", f"storage of {key!r}").message["version"])
