@@ -204,9 +204,9 @@ class Session:
         session.invitation = invitation
         client.adopt_plan(client.routing, invitation.shard_bytes)
         client.open_boundary(invitation.next_group)
-        client.on_entry(lambda _: tell_launcher(notes_pipe(), {"entered": identity.rank}))
+        client.on_entry(lambda: tell_launcher(notes_pipe(), {"entered": identity.rank}))
         heed_notices = weakref.WeakMethod(session._heed_notices)
-        client.on_entry(lambda _: (heed := heed_notices()) is not None and heed())
+        client.on_entry(lambda: (heed := heed_notices()) is not None and heed())
         session._answering = answering
         answering.follow(client, weakref.WeakMethod(session._describe_plan))
         weakref.finalize(session, answering.close)
@@ -604,6 +604,11 @@ class Session:
         client = self._open()
         return isinstance(client, Client) and client.is_newcomer
 
+    @property
+    def entering(self) -> frozenset[int]:
+        """Ranks of the newcomers that enter together with this one; for on_entry()."""
+        return self._linked().entering
+
     def join_training(self, *, state: Mapping[str, WorkerState] | None = None) -> int:
         """Returns when this worker takes part in the training: at once, unless it has the place of a lost worker.
 
@@ -686,12 +691,8 @@ class Session:
         client = self._client
         return isinstance(client, Client) and len(client.members.ranks) > self.settings.least_workers
 
-    def on_entry(self, callback: Callable[[frozenset[int]], object]) -> None:
-        """Calls back when this newcomer takes part in the training, before its first step.
-
-        Args:
-            callback: Receives the ranks of all that take part from the same step on, this one included.
-        """
+    def on_entry(self, callback: Callable[[], object]) -> None:
+        """Calls back when this newcomer takes part in the training, before its first step."""
         self._linked().on_entry(callback)
 
     @property

@@ -130,7 +130,7 @@ class Client:
         """Whether this worker has the place of a lost one, and does not take part yet."""
         self._has_buffers = False  # a newcomer has none, but counts their registrations
         self._boundary: StepBoundary | None = None
-        self._on_entry: list[Callable[[frozenset[int]], object]] = []
+        self._on_entry: list[Callable[[], object]] = []
         self.members = Members({*ranks, *agreement.ranks_elsewhere} - {*vacant})
         """The workers of the session that go on."""
         self.may_lose_workers = settings.least_workers > 0
@@ -540,10 +540,15 @@ class Client:
         self._groups.epoch = self._boundary.epoch
         self.is_newcomer = False
         for callback in self._on_entry:
-            callback(self._boundary.newcomers)
+            callback()
 
-    def on_entry(self, callback: Callable[[frozenset[int]], object]) -> None:
-        """Calls back with StepBoundary.newcomers when this newcomer is a member, before its first step."""
+    @property
+    def entering(self) -> frozenset[int]:
+        """StepBoundary.newcomers."""
+        return frozenset() if self._boundary is None else self._boundary.newcomers
+
+    def on_entry(self, callback: Callable[[], object]) -> None:
+        """Calls back when this newcomer is a member, before its first step."""
         self._on_entry.append(callback)
 
     def _open_buffers(self, group: int) -> None:

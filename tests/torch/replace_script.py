@@ -180,10 +180,10 @@ def main() -> None:
     moves: dict[int, float] = {}
     while step < last:
         step += 1
-        before = model.module.moved.item()
         for each in optimizers:
             each.zero_grad()
         loss = model(torch.randn(BATCH, 8))
+        before = model.module.moved.item()
         if (RANK == LOST and step == 5 and not IS_NEW) or (fate == "step" and step == first + 3):
             model.module.layers[1].weight.register_post_accumulate_grad_hook(lambda _: die())
         loss.backward()

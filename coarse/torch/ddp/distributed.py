@@ -519,10 +519,10 @@ class DistributedDataParallel(UnsupportedFeatures):
         if self._replacement.begin_step() and self._buffers_broadcast is not None:
             self._buffers_broadcast.note_members(self._session.members)
 
-    def _enter(self, newcomers: frozenset[int]) -> None:
+    def _enter(self) -> None:
         """Takes over the training from the members: this newcomer has become one. Collective."""
         assert self._replacement is not None, "only a session that replaces workers has newcomers"
-        self._replacement.enter(newcomers)
+        self._replacement.enter()
         self._awaits_values = False
         self._awaited.release()
 

@@ -91,18 +91,15 @@ class Replacement:
             self._transfer.give(self._own_state, newcomers, step=step)
         return newcomers
 
-    def enter(self, newcomers: frozenset[int]) -> None:
+    def enter(self) -> None:
         """Takes over the training as the members have left it; called when this newcomer has become a member.
-
-        Args:
-            newcomers: Ranks of all that have, with this one.
 
         Raises:
             CoarseError: If no member can provide its state, or this worker has not built what it has.
         """
         for part in self._gradients.offloaded:
             part.catch_up()
-        values = self._transfer.take(self._held_tensors(), newcomers)
+        values = self._transfer.take(self._held_tensors(), self._session.entering)
         self._check_names(values["state"])
         for group, settings in zip(self._remote_groups(), values["settings"], strict=True):
             group.update(settings)
