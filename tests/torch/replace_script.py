@@ -9,9 +9,9 @@ device.
 
 Worker LOST-RANK dies by SIGKILL in its fifth step. The n-th new worker has the n-th FATE: `start`, `built` or
 `entered` kills it at once, when its model is built, or when it takes part; `read` kills it while it reads the state
-of another worker, and `orphan` lets it live but kills that worker while it stores its state; `step` kills it in its
-third step; `fail` lets it raise an error before it has a model; `live` lets it live. The job ends a few steps after
-NUMBER-OF-ENTRIES workers have taken part in it.
+of another worker, and `orphan` lets it live but kills that worker while it stores its state; `nameless` lets it name
+no objects whose state it takes over; `step` kills it in its third step; `fail` lets it raise an error before it has a
+model; `live` lets it live. The job ends a few steps after NUMBER-OF-ENTRIES workers have taken part in it.
 
 Each worker that ends normally writes REPORT-FOLDER/end-RANK: a hash of parameters, buffers, optimizer state and
 schedules, the members, their changes by step, and by step how far a parameter has moved whose gradient on worker r is
@@ -155,6 +155,9 @@ def main() -> None:
         die()
     if fate == "orphan":
         (FOLDER / f"wish-{os.getpid()}").touch()
+    if fate == "nameless":
+        number_of("entered")
+        state = {}
     if fate == "read":
         die_while_reading(session)
     die_while_storing(session)

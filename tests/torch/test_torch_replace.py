@@ -112,6 +112,12 @@ def test_a_new_worker_that_is_lost_while_it_reads_the_state_is_replaced(tmp_path
     check_steps(reports, 1, num_entries=2)
 
 
+def test_a_new_worker_that_names_other_objects_fails_and_the_others_go_on(tmp_path: Path) -> None:
+    printed, reports = run(tmp_path, "plain", 1, 2, "nameless", "live")
+    check_steps(reports, 1, num_entries=2)
+    assert "join_training(state=...) with ['0', '1', '2'], and this worker with []" in printed
+
+
 @pytest.mark.parametrize("mode", ["plain", pytest.param("split", marks=pytest.mark.slow)])
 def test_another_worker_provides_the_state_if_the_first_is_lost_meanwhile(tmp_path: Path, mode: str) -> None:
     """And is replaced itself: that new worker gets the state from one that was new before."""
