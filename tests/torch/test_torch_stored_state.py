@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from coarse.env import WorkerIdentity
-from coarse.errors import CheckpointError, CoarseError
+from coarse.errors import CheckpointError, CoarseError, OutOfDeviceMemoryError
 from coarse.session import Session
 from coarse.store import DirectoryStore
 from coarse.torch.ddp import stored_state
+from coarse.torch.ddp.state_transfer import StateTransfer
 from coarse.torch.ddp.stored_state import OwnState, free_parts, load_state, store_refusal, store_state
 
 
@@ -140,3 +141,40 @@ def test_a_refusal_in_place_of_a_state_is_an_error_of_the_other_worker(session: 
     store_refusal(session, "worker 0 cannot give its state to new workers: no room")
     with pytest.raises(CoarseError, match="no room"):
         load_state(session, [])
+
+
+def test_a_state_that_cannot_be_stored_is_an_error_of_the_newcomers_alone(session: Session) -> None:
+    StateTransfer(session).give(lambda: OwnState(tensors=[], values=object()), frozenset(), step=4)
+    with pytest.raises(
+        CoarseError, match="worker 0 cannot give its state to new workers: join_training is a"
+    ):
+        load_state(session, [])
+
+
+@pytest.mark.parametrize("step", [4, 5])
+def test_a_member_frees_what_it_has_stored(session: Session, step: int) -> None:
+    transfer = StateTransfer(session)
+    transfer.give(lambda: OwnState(tensors=[torch.ones(100)], values={}), frozenset(), step=step)
+    key = f"coarse/state of a member/{step % 2}/0"
+    assert session.load(key).value.nbytes == 400
+    transfer.free()
+    assert session.load(key).value.nbytes == 1
+    transfer.free()
+    assert session.load(key).version == 2
+
+
+def test_memory_devices_that_cannot_hold_all_parts_hold_none(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored_state, "_PART_BYTES", 1)
+    store = session.store
+
+    def store_or_refuse(key: str, *arrays: Any) -> int:
+        if key.endswith("/2"):
+            raise OutOfDeviceMemoryError("no room")
+        return store(key, *arrays)
+
+    monkeypatch.setattr(session, "store", store_or_refuse)
+    with pytest.raises(OutOfDeviceMemoryError):
+        store_state(session, OwnState(tensors=[torch.ones(9)] * 3, values={}), place=0)
+    assert [session.load(f"coarse/state of a member/0/{part}").value.nbytes for part in range(3)] == [1, 1, 0]
