@@ -598,6 +598,15 @@ class Session:
         if isinstance(client, Client):
             client.members.on_change(callback)
 
+    def on_newcomers(self, callback: Callable[[frozenset[int]], object]) -> None:
+        """Calls back with the ranks of newcomers, before the forward of their first step, in all other members.
+
+        Before on_change(), and also if a newcomer has the rank of a worker that was lost within the same step.
+        """
+        client = self._open()
+        if isinstance(client, Client):
+            client.members.on_newcomers(callback)
+
     @property
     def is_newcomer(self) -> bool:
         """Whether this worker has the place of a lost one, and does not take part in the training yet."""

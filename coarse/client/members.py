@@ -16,10 +16,21 @@ class Members:
         self.ranks = tuple(sorted(ranks))
         """Ranks of the members."""
         self._callbacks: list[Callable[[tuple[int, ...]], object]] = []
+        self._on_newcomers: list[Callable[[frozenset[int]], object]] = []
 
     def on_change(self, callback: Callable[[tuple[int, ...]], object]) -> None:
         """Calls back with the members whenever they change."""
         self._callbacks.append(callback)
+
+    def on_newcomers(self, callback: Callable[[frozenset[int]], object]) -> None:
+        """Calls back with newcomers when they become members, also if one has the rank of a member just lost."""
+        self._on_newcomers.append(callback)
+
+    def welcome(self, newcomers: frozenset[int]) -> None:
+        """Notes that newcomers are members from now on."""
+        for callback in self._on_newcomers:
+            callback(newcomers)
+        self.replace({*self.ranks, *newcomers})
 
     def remove(self, lost: Collection[int]) -> None:
         """Notes that workers have not contributed to a step."""

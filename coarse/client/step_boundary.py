@@ -123,7 +123,7 @@ class StepBoundary:
         ranks = frozenset(self._ranks[each] for each in newcomers)
         position = self._position(tuple(sorted({*self._members.ranks, *ranks})))
         self._storage.store(_key(epoch), memoryview(position.to_json()))
-        self._members.replace(position.members)
+        self._members.welcome(ranks)
         return ranks
 
     def _position(self, members: tuple[int, ...]) -> Position:

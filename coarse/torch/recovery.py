@@ -11,10 +11,12 @@ from typing import Any, TypeVar
 import torch
 
 from coarse.checkpoint.values import from_json, to_json
+from coarse.env import invitation
 from coarse.torch.checkpoint.data_position import DataPosition
 from coarse.torch.checkpoint.training_state import as_small_tensor, from_small_tensor
 from coarse.torch.checkpoint.worker_state import RandomState
 from coarse.torch.ddp.distributed import DistributedDataParallel
+from coarse.torch.elastic_sampler import ElasticSampler
 from coarse.torch.optimizer.distributed_optimizer import DistributedOptimizer, stand_in_of
 from coarse.torch.optimizer.trainers import bare_optimizer
 from coarse.worker_state import WorkerState, checked
@@ -42,6 +44,10 @@ class Recovery:
     as if that step() had just returned, with the next batch. The loop calls `schedule.step()` after each step, as
     without Recovery; a restarted worker misses this call once, and `on_resume` makes up for it.
 
+    With an ElasticSampler in `state`, epochs() and batches() go on with the samples that no step has used, without
+    loading others again, and workers may be lost and replaced meanwhile. `COARSE_ON_LOSS=replace` needs it: a new
+    worker has no position of its own.
+
     If memory devices are not kept (COARSE_KEEP_DEVICES) or do not run the optimizer, Recovery does nothing and `step`
     is 0.
 
@@ -63,6 +69,7 @@ class Recovery:
 
     Raises:
         TypeError: If an object in `state` has no state_dict() or load_state_dict().
+        ValueError: If new workers take the places of lost ones, and `state` has no ElasticSampler.
         RuntimeError: If the names in the stored state differ from those in `state`.
         CoarseError: If the memory devices are lost.
     """
@@ -88,9 +95,11 @@ class Recovery:
         self._on_resume = on_resume
         self._forgotten = _ForgottenSchedule(on_resume)
         self._position = DataPosition()
+        self._sampler = _elastic_sampler(model, self._state)
         self._resumed_generators: dict[str, Any] | None = None
         self._num_steps = 0
-        self._num_updates = optimizer.recovered_step  # updates that the memory devices have received
+        # Updates that the memory devices have received; those before a newcomer were not its own.
+        self._num_updates = 0 if invitation() else optimizer.recovered_step
         self.step = 0
         """Number of steps before this worker started."""
         self._remote = optimizer.remote_optimizers
@@ -142,27 +151,37 @@ class Recovery:
         if self._on_resume is not None:
             self._on_resume()
         self._resumed_generators = _generators.state_dict()
-        place = self._position
-        logger.info("resuming from step %d, epoch %d, batch %d", self.step, place.epoch, place.num_batches)
+        logger.info("resuming from step %d, epoch %d", self.step, self.epoch)
 
     @property
     def epoch(self) -> int:
         """The current epoch, from 0."""
-        return self._position.epoch
+        return self._position.epoch if self._sampler is None else self._sampler.epoch
 
     def epochs(self, count: int) -> Iterator[int]:
         """Iterates over the unfinished epochs of `count` epochs."""
-        return self._position.epochs(count)
+        return self._position.epochs(count) if self._sampler is None else self._sampler.epochs(count)
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """Iterates over the batches of this epoch that no committed step has used.
 
-        Earlier batches are loaded again and discarded, so that loading draws the same random numbers.
+        Earlier batches are loaded again and discarded, so that loading draws the same random numbers; not so with an
+        ElasticSampler.
+
+        Raises:
+            ValueError: If Recovery was given an ElasticSampler that is not the one of the loader.
         """
         resumed, self._resumed_generators = self._resumed_generators, None
         if resumed is not None:  # the script may have drawn random numbers since
             _generators.load_state_dict(resumed)
-        return self._position.batches(loader)
+        if self._sampler is None:
+            return self._position.batches(loader)
+        if getattr(loader, "batch_sampler", None) is not self._sampler:
+            raise ValueError(
+                "the loader's batches are not those of the ElasticSampler that Recovery was given; build it as "
+                "DataLoader(dataset, batch_sampler=sampler)"
+            )
+        return iter(loader)
 
     def _count_step(self, *_: object) -> None:
         self._num_steps += 1
@@ -212,3 +231,17 @@ class _ForgottenSchedule:
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name != "params"}
+
+
+def _elastic_sampler(
+    model: DistributedDataParallel, state: Mapping[str, WorkerState]
+) -> ElasticSampler | None:
+    """The sampler whose position is the worker's."""
+    sampler = next((each for each in state.values() if isinstance(each, ElasticSampler)), None)
+    if sampler is None and model.session is not None and model.session.settings.replaces_workers:
+        raise ValueError(
+            "COARSE_ON_LOSS=replace: Recovery knows no position in the data for a new worker, which the others have "
+            "long passed. Pass batch_sampler=coarse.torch.ElasticSampler(...) to the loader and state={'sampler': "
+            "sampler} to Recovery, or set COARSE_ON_LOSS=continue"
+        )
+    return sampler
