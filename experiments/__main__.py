@@ -31,6 +31,7 @@ from experiments.common import (
     run_experiment,
     write_tables,
 )
+from experiments.elastic.run import EXPERIMENT as ELASTIC
 from experiments.fig02_communication_share.run import EXPERIMENT as FIG02
 from experiments.fig08_bandwidth_matrix.run import EXPERIMENT as FIG08
 from experiments.fig09_timeline.run import EXPERIMENT as FIG09
@@ -49,8 +50,8 @@ EXPERIMENTS = (FIG02, FIG08, FIG09, FIG10, FIG13, FIG14, FIG15, FIG16_TIME, FIG1
 """Within a process, FIG16_TIME and FIG17 share their replays, and FIG08, FIG09, FIG14, FIG15 and SWITCH_OVER the
 profiles of machines; the first of them takes the time."""
 
-ON_DEMAND = (FIG16_BATCH, RECOVERY)
-"""Run only if named: FIG16_BATCH needs its own control group, and both take longer than all others together."""
+ON_DEMAND = (FIG16_BATCH, RECOVERY, ELASTIC)
+"""Run only if named: FIG16_BATCH needs its own control group, and together they take longer than all others."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
