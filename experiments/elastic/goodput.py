@@ -28,7 +28,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Absence:
-    """The time without a worker: from its kill until the process in its place has its model."""
+    """The time without a worker: from its kill until the process in its place has model and optimizer."""
 
     place: int
     killed_s: float
@@ -72,11 +72,15 @@ def useful_steps(steps: Sequence[Step]) -> list[Step]:
 
 
 def lost_steps(log: JobLog) -> int:
-    """How often a step of the job was made in vain: its numbers that some worker has made more than once."""
-    most: Counter[int] = Counter()
-    for steps in log.steps:
-        most |= Counter(step.number for step in steps if log.began_s <= step.ended_s < log.ended_s)
-    return most.total() - len(most)
+    """How often a step of the job was made in vain: by all workers that made it, in which it did not count."""
+    made = [[step for step in steps if log.began_s <= step.ended_s < log.ended_s] for steps in log.steps]
+    useful = {step for steps in log.steps for step in useful_steps(steps)}
+    in_vain: dict[int, list[int]] = {}
+    for steps in made:
+        counts = Counter(step.number for step in steps if step not in useful)
+        for number in {step.number for step in steps}:
+            in_vain.setdefault(number, []).append(counts[number])
+    return sum(map(min, in_vain.values()))
 
 
 def useful_ends(log: JobLog) -> list[float]:
@@ -125,10 +129,10 @@ def goodput(log: JobLog, rates: Mapping[int, float]) -> float:
         goodput = samples / sum over time of  n(t) * r(n(t)) dt
 
     `samples` are those of useful steps. n(t) is the number of workers that live: a worker does not from its kill
-    until the process in its place has imported all it needs and built its model. What the others do meanwhile is the
-    system's affair: if it restarts them, their time is lost. r(n) are the samples per second of one of n workers in
-    a time without a fault, under the same system. It depends on n where workers share processors, as three do on two
-    cores: two workers are then faster each, while nobody takes the place of the third.
+    until the process in its place has imported all it needs and built model and optimizer. What the others do
+    meanwhile is the system's affair: if it restarts them, their time is lost. r(n) are the samples per second of one
+    of n workers in a time without a fault, under the same system. It depends on n where workers share processors, as
+    three do on two cores: two workers are then faster each, while nobody takes the place of the third.
     """
     samples = samples_between(useful_ends(log), log.batch, log.began_s, log.ended_s)
     return samples / capacity(log, rates, log.began_s, log.ended_s)

@@ -11,11 +11,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import psutil
 
 from benchmarks.elastic import JOIN_TIMEOUT_MS, SYSTEMS, failure, start
 from experiments.common import FOLDER
@@ -24,8 +25,8 @@ from experiments.elastic.goodput import Absence, JobLog, Step, rate_per_worker
 WARM_UP_STEPS = 50
 """Steps of every worker before its steps count for anything."""
 
-STEPS_TO_THE_END = 300
-"""Steps from the moment at which the last one is chosen: more than any worker makes until it knows."""
+FEWEST_STEPS_TO_THE_END, SECONDS_TO_THE_END = 20, 2.0
+"""From the moment at which the last step is chosen: more than any worker makes until it knows."""
 
 LIMIT_S = 120.0
 """Longest time to the first steps, to a worker that can be killed, and from the last step to the end."""
@@ -89,6 +90,20 @@ class Kill:
 
     after_s: float
     places: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerProcess:
+    """A process that had a place, and when it had its model."""
+
+    ready_s: float
+    pid: int
+
+    @classmethod
+    def of_line(cls, line: str) -> WorkerProcess:
+        """Reads what the worker has written."""
+        ready_s, pid = line.split()
+        return cls(float(ready_s), int(pid))
 
 
 class Processes:
@@ -175,6 +190,7 @@ class Job:
 
     def __init__(self, folder: Path, workers: int, processes: Processes) -> None:
         self._folder, self._places, self._processes = folder, range(workers), processes
+        self._began_s = time.monotonic()
 
     def wait_for_warm_up(self) -> None:
         """Returns when each worker has made WARM_UP_STEPS."""
@@ -203,18 +219,13 @@ class Job:
         self._wait_until(lambda: any(map(self._trains, places)))
         place = next(filter(self._trains, places))
         killed_s = time.monotonic()
-        os.kill(self._pid(place), signal.SIGKILL)
+        os.kill(self._processes_of(place)[-1].pid, signal.SIGKILL)
         return place, killed_s
 
     def _trains(self, place: int) -> bool:
         """Whether this place's present process lives and has finished a step."""
-        step = self._last_step(place)
-        return (
-            step is not None and step.ended_s > self._ready_times(place)[-1] and _is_alive(self._pid(place))
-        )
-
-    def _pid(self, place: int) -> int:
-        return int((self._folder / f"pid-{place}").read_text())
+        step, processes = self._last_step(place), self._processes_of(place)
+        return step is not None and step.ended_s > processes[-1].ready_s and _is_alive(processes[-1].pid)
 
     def _last_step(self, place: int) -> Step | None:
         path = self._folder / f"steps-{place}.jsonl"
@@ -225,15 +236,18 @@ class Job:
             whole = file.read().splitlines(keepends=True)[1:]
         return next((Step(*json.loads(line)) for line in reversed(whole) if line.endswith(b"\n")), None)
 
-    def _ready_times(self, place: int) -> list[float]:
+    def _processes_of(self, place: int) -> list[WorkerProcess]:
         path = self._folder / f"ready-{place}"
-        return [float(line) for line in path.read_text().split()] if path.exists() else []
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        return [WorkerProcess.of_line(line) for line in lines if line.endswith("\n")]
 
     def end(self) -> float:
         """Tells the workers their last step, and waits until they have ended; returns when they were told."""
-        newest = [step.number for place in self._places if (step := self._last_step(place)) is not None]
+        newest = max(step.number for place in self._places if (step := self._last_step(place)) is not None)
+        steps_per_s = newest / (time.monotonic() - self._began_s)
+        last = newest + FEWEST_STEPS_TO_THE_END + int(SECONDS_TO_THE_END * steps_per_s)
         new = self._folder / "stop.new"
-        new.write_text(str(max(newest) + STEPS_TO_THE_END))
+        new.write_text(str(last))
         new.rename(self._folder / "stop")
         ended_s = time.monotonic()
         self._processes.wait()
@@ -255,7 +269,7 @@ class Job:
         return [Step(*json.loads(line)) for line in lines if line.endswith("\n")]
 
     def _absence(self, place: int, killed_s: float, ended_s: float) -> Absence:
-        ready = [moment for moment in self._ready_times(place) if moment > killed_s]
+        ready = [each.ready_s for each in self._processes_of(place) if each.ready_s > killed_s]
         return Absence(place=place, killed_s=killed_s, ready_s=min([*ready, ended_s]))
 
     def _accuracy(self) -> float:
@@ -366,7 +380,7 @@ def save_digits(path: Path) -> None:
 
 
 def _is_alive(pid: int) -> bool:
-    with suppress(ProcessLookupError):
-        os.kill(pid, 0)
-        return True
-    return False
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

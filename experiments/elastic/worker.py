@@ -5,8 +5,7 @@
 All systems train the same model from the same parameters, on the same batches: which samples a worker takes in a step
 depends on its place, the number of the step and the seed alone. What a worker writes into FOLDER:
 
-    pid-PLACE          the number of the process
-    ready-PLACE        a line for each process: when it had imported all and built its model
+    ready-PLACE        a line for each process: when it had imported all and built model and optimizer, and its id
     steps-PLACE.jsonl  a line for each step: its number, its begin and end, whether it counted
     end-PLACE          the accuracy of the final parameters
 """
@@ -19,6 +18,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +33,14 @@ from coarse.bench.models import Workload, build_workload
 CHECKPOINT_STEPS = 100
 """Steps between two checkpoints under torchrun: less than a second's."""
 
+GLOO_TIMEOUT = timedelta(seconds=20)
+"""Under torchrun. Restarted workers now and then wait for those that have ended; then all are restarted once more."""
+
 MIN_WORKERS = 1
 
 
 class Job:
-    """This worker's part of the job: its data, its model and its log.
+    """This worker's part of the job: its data, model, optimizer and log.
 
     Args:
         folder: Of the job's files; has the data as `digits.npz`.
@@ -53,6 +56,7 @@ class Job:
             name: torch.from_numpy(values) for name, values in np.load(folder / "digits.npz").items()
         }
         self.workload: Workload = build_workload("digits", batch=batch, sequence=0, rank=0)
+        self.optimizer = torch.optim.AdamW(self.workload.module.parameters(), lr=LEARNING_RATE)
         self._steps = (folder / f"steps-{place}.jsonl").open("a", buffering=1)
         self._stop = folder / "stop"
         self._last_step = sys.maxsize
@@ -64,10 +68,9 @@ class Job:
         return module
 
     def note_ready(self) -> None:
-        """Writes that this process has imported all and built its model."""
-        (self.folder / f"pid-{self.place}").write_text(str(os.getpid()))
+        """Writes that this process has imported all and built model and optimizer."""
         with (self.folder / f"ready-{self.place}").open("a") as file:
-            file.write(f"{time.monotonic()}\n")
+            file.write(f"{time.monotonic()} {os.getpid()}\n")
 
     def is_before_end(self, step: int) -> bool:
         """Whether this step is to be made."""
@@ -112,8 +115,7 @@ def train_with_coarse(job: Job) -> None:
     job.note_ready()
     coarse.torch.init_process_group()
     model = coarse.torch.DistributedDataParallel(job.module)
-    optimizer = torch.optim.AdamW(job.module.parameters(), lr=LEARNING_RATE)
-    optimizer = coarse.torch.DistributedOptimizer(optimizer, model)
+    optimizer = coarse.torch.DistributedOptimizer(job.optimizer, model)
     step = 0 if model.session is None else model.session.join_training()
     while job.is_before_end(step):
         began_s = time.monotonic()
@@ -126,35 +128,35 @@ def train_with_coarse(job: Job) -> None:
 def train_with_torchrun(job: Job) -> None:
     """torch DDP under torchrun, which starts all workers again after a loss: they go on from the last checkpoint."""
     job.note_ready()
-    dist.init_process_group("gloo")
-    optimizer = torch.optim.AdamW(job.module.parameters(), lr=LEARNING_RATE)
+    dist.init_process_group("gloo", timeout=GLOO_TIMEOUT)
     checkpoint = job.folder / "checkpoint.pt"
-    step = load_checkpoint(checkpoint, job, optimizer)
+    step = load_checkpoint(checkpoint, job)
     model = nn.parallel.DistributedDataParallel(job.module)
     while job.is_before_end(step):
         began_s = time.monotonic()
-        job.backward(model, optimizer, step)
-        optimizer.step()
+        job.backward(model, job.optimizer, step)
+        job.optimizer.step()
         job.note_step(step, began_s)
         step += 1
         if step % CHECKPOINT_STEPS == 0 and dist.get_rank() == 0:
-            save_checkpoint(checkpoint, job, optimizer, step)
-    dist.destroy_process_group()
+            save_checkpoint(checkpoint, job, step)
+    job.finish()
+    os._exit(0)  # destroying the group waits now and then for a worker that has ended before
 
 
-def load_checkpoint(path: Path, job: Job, optimizer: torch.optim.Optimizer) -> int:
+def load_checkpoint(path: Path, job: Job) -> int:
     """Restores a checkpoint if there is one; returns the number of the next step."""
     if not path.exists():
         return 0
     saved = torch.load(path, weights_only=True)
-    load_state(job.workload, optimizer, saved)
+    load_state(job.workload, job.optimizer, saved)
     return int(saved["step"])
 
 
-def save_checkpoint(path: Path, job: Job, optimizer: torch.optim.Optimizer, step: int) -> None:
+def save_checkpoint(path: Path, job: Job, step: int) -> None:
     """Replaces the checkpoint; a worker that is killed meanwhile leaves the old one."""
     new = path.with_suffix(".new")
-    torch.save({"model": job.module.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, new)
+    torch.save({"model": job.module.state_dict(), "optimizer": job.optimizer.state_dict(), "step": step}, new)
     new.replace(path)
 
 
@@ -174,7 +176,7 @@ def train_with_torchft(job: Job) -> None:
         replica_id=f"worker-{job.place}",
         timeout=2 * TORCHFT_TIMEOUT,
     )
-    optimizer = torchft.Optimizer(manager, torch.optim.AdamW(job.module.parameters(), lr=LEARNING_RATE))
+    optimizer = torchft.Optimizer(manager, job.optimizer)
     while job.is_before_end(manager.current_step()):
         began_s = time.monotonic()
         job.backward(job.module, optimizer, manager.current_step())
