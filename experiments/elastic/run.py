@@ -66,6 +66,11 @@ class Run:
         return 100 * goodput(self.log, self.rates)
 
     @property
+    def goodput_by_rate_of_all(self) -> float:
+        """Per cent, as if workers were as fast while one is missing as when all are there."""
+        return 100 * goodput(self.log, {self.log.workers: self.rates[self.log.workers]})
+
+    @property
     def samples_per_s(self) -> float:
         """Useful samples per second."""
         rates = throughput(self.log, _INTERVAL_S)
@@ -116,6 +121,7 @@ def _finding(plan: Plan, system: str, runs: Mapping[str, Run]) -> Finding:
     notes = [
         f"{len(run.log.absences)} killed",
         *more,
+        f"goodput by the rate of {plan.workers} workers alone {run.goodput_by_rate_of_all:.1f}%",
         f"{run.samples_per_s:.0f} samples/s",
         f"at most {longest_standstill(run.log):.2f} s without a step",
     ]
@@ -147,7 +153,7 @@ def _data(plan: Plan, system: str, run: Run) -> dict[str, Any]:
         "system": system,
         "accuracy": log.accuracy,
         "goodput": run.goodput / 100,
-        "goodput_by_rate_of_all": goodput(log, {plan.workers: run.rates[plan.workers]}),
+        "goodput_by_rate_of_all": run.goodput_by_rate_of_all / 100,
         "samples_per_s": run.samples_per_s,
         "rates": dict(run.rates),
         "lost_steps": lost_steps(log),
