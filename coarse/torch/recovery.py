@@ -240,8 +240,8 @@ def _elastic_sampler(
     sampler = next((each for each in state.values() if isinstance(each, ElasticSampler)), None)
     if sampler is None and model.session is not None and model.session.settings.replaces_workers:
         raise ValueError(
-            "COARSE_ON_LOSS=replace: Recovery knows no position in the data for a new worker, which the others have "
-            "long passed. Pass batch_sampler=coarse.torch.ElasticSampler(...) to the loader and state={'sampler': "
-            "sampler} to Recovery, or set COARSE_ON_LOSS=continue"
+            "COARSE_ON_LOSS=replace, COARSE_MAX_WORKERS: Recovery knows no position in the data for a new worker, "
+            "which the others have long passed. Pass batch_sampler=coarse.torch.ElasticSampler(...) to the loader, "
+            "and state={'sampler': sampler} to Recovery, or set COARSE_ON_LOSS=continue and no COARSE_MAX_WORKERS"
         )
     return sampler

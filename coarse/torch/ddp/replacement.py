@@ -194,6 +194,6 @@ def _parameters_of(holder: Any) -> list[torch.Tensor]:
 
 def _refusal(reason: str, advice: str) -> ValueError:
     return ValueError(
-        f"COARSE_ON_LOSS=replace: new workers cannot take the places of lost ones: {reason}. {advice}, or set "
-        "COARSE_ON_LOSS=continue"
+        f"COARSE_ON_LOSS=replace, COARSE_MAX_WORKERS: new workers cannot join: {reason}. {advice}, or set "
+        "COARSE_ON_LOSS=continue and no COARSE_MAX_WORKERS"
     )
