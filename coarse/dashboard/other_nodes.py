@@ -160,14 +160,14 @@ def _at_most(seconds: float, connected: socket.socket) -> Iterator[None]:
     Raises:
         TimeoutError: At the end, if it was.
     """
-    limit = threading.Timer(seconds, _break_off, [connected])
+    is_over = threading.Event()
+    limit = threading.Timer(seconds, _break_off, [connected, is_over])
     limit.start()
     try:
         yield
     finally:
-        is_over = limit.finished.is_set()
         limit.cancel()
-        if is_over:
+        if is_over.is_set():
             raise TimeoutError(f"its answer takes longer than {seconds:g} s")
 
 
@@ -184,8 +184,9 @@ def _ask(connection: HTTPConnection) -> str:
     return data.decode()
 
 
-def _break_off(connected: socket.socket) -> None:
-    """Ends the calls that read from a socket."""
+def _break_off(connected: socket.socket, is_over: threading.Event) -> None:
+    """Ends the calls that read from a socket; sets the event first, so that they find it set."""
+    is_over.set()
     with suppress(OSError):  # it has ended by itself
         connected.shutdown(socket.SHUT_RDWR)
 

@@ -13,7 +13,7 @@ import torch
 from coarse.env import invitation
 from coarse.errors import SyncTimeoutError
 from coarse.session import Session
-from coarse.torch.ddp.distributed import DistributedDataParallel
+from coarse.torch.ddp.wrapped import wrapped_in
 from coarse.torch.sample_division import SampleDivision
 from coarse.torch.weak_calls import weakly
 
@@ -45,13 +45,14 @@ class ElasticSampler(torch.utils.data.Sampler):  # type: ignore[misc]
 
     Args:
         dataset: Its length is the number of samples.
-        model: The model that trains on them.
+        model: The wrapped model that trains on them, or what a trainer has made of it.
         batch_size: Samples of one worker in a step.
         shuffle: Whether each epoch has an order of its own, instead of that of the dataset.
         seed: Of these orders; the same on all workers.
         name: Distinguishes the samplers of a job.
 
     Raises:
+        TypeError: If the model is not wrapped.
         ValueError: If `batch_size` is not positive, the dataset has fewer samples than the job has workers, or this
             is a new worker that takes part in the training already.
     """
@@ -59,14 +60,15 @@ class ElasticSampler(torch.utils.data.Sampler):  # type: ignore[misc]
     def __init__(
         self,
         dataset: Sized,
-        model: DistributedDataParallel,
+        model: torch.nn.Module,
         batch_size: int,
         *,
         shuffle: bool = True,
         seed: int = 0,
         name: str = "train",
     ) -> None:
-        session = model.session
+        wrapped = wrapped_in(model, "ElasticSampler")
+        session = wrapped.session
         members = (0,) if session is None else session.members
         self._num_samples = len(dataset)
         if batch_size < 1 or self._num_samples < len(members):
@@ -80,7 +82,7 @@ class ElasticSampler(torch.utils.data.Sampler):  # type: ignore[misc]
         self._num_taken = 0  # rounds of the division whose samples the loader has
         self._is_entering = False  # until this newcomer has used the first of the rounds that it was told
         self._orders: dict[int, torch.Tensor] = {}
-        model.module.register_forward_pre_hook(weakly(self._note_forward))
+        wrapped.module.register_forward_pre_hook(weakly(self._note_forward))
         if session is not None:
             self._follow(session)
 

@@ -12,10 +12,11 @@ import torch
 
 from coarse.checkpoint.values import from_json, to_json
 from coarse.env import invitation
+from coarse.session import Session
 from coarse.torch.checkpoint.data_position import DataPosition
 from coarse.torch.checkpoint.training_state import as_small_tensor, from_small_tensor
 from coarse.torch.checkpoint.worker_state import RandomState
-from coarse.torch.ddp.distributed import DistributedDataParallel
+from coarse.torch.ddp.wrapped import wrapped_in
 from coarse.torch.elastic_sampler import ElasticSampler
 from coarse.torch.optimizer.distributed_optimizer import DistributedOptimizer, stand_in_of
 from coarse.torch.optimizer.trainers import bare_optimizer
@@ -61,14 +62,14 @@ class Recovery:
         ...         schedule.step()  # as without Recovery
 
     Args:
-        model: A model wrapped by coarse.torch.DistributedDataParallel.
+        model: A model wrapped by coarse.torch.DistributedDataParallel, or what a trainer has made of it.
         optimizer: A coarse.torch.DistributedOptimizer, or a trainer's wrapper around one.
         state: Further objects with state of this worker, by name.
         on_resume: Does what the loop does between step() and the next batch. Recovery calls it once, only in a
             restarted worker that continues from a step.
 
     Raises:
-        TypeError: If an object in `state` has no state_dict() or load_state_dict().
+        TypeError: If the model is not wrapped, or an object in `state` has no state_dict() or load_state_dict().
         ValueError: If new workers take the places of lost ones, and `state` has no ElasticSampler.
         RuntimeError: If the names in the stored state differ from those in `state`.
         CoarseError: If the memory devices are lost.
@@ -76,7 +77,7 @@ class Recovery:
 
     def __init__(
         self,
-        model: DistributedDataParallel,
+        model: torch.nn.Module,
         optimizer: DistributedOptimizer,
         *,
         state: Mapping[str, WorkerState] | None = None,
@@ -89,13 +90,13 @@ class Recovery:
                 f"coarse.torch.DistributedOptimizer, not a {type(optimizer).__name__}. Without one, resume "
                 "restarted workers with a Checkpointer"
             )
-        self._model = model
+        self._model = wrapped_in(model, "Recovery")
         self._optimizer = optimizer
         self._state = checked(state)
         self._on_resume = on_resume
         self._forgotten = _ForgottenSchedule(on_resume)
         self._position = DataPosition()
-        self._sampler = _elastic_sampler(model, self._state)
+        self._sampler = _elastic_sampler(self._model.session, self._state)
         self._resumed_generators: dict[str, Any] | None = None
         self._num_steps = 0
         # Updates that the memory devices have received; those before a newcomer were not its own.
@@ -233,12 +234,10 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name != "params"}
 
 
-def _elastic_sampler(
-    model: DistributedDataParallel, state: Mapping[str, WorkerState]
-) -> ElasticSampler | None:
+def _elastic_sampler(session: Session | None, state: Mapping[str, WorkerState]) -> ElasticSampler | None:
     """The sampler whose position is the worker's."""
     sampler = next((each for each in state.values() if isinstance(each, ElasticSampler)), None)
-    if sampler is None and model.session is not None and model.session.settings.replaces_workers:
+    if sampler is None and session is not None and session.settings.replaces_workers:
         raise ValueError(
             "COARSE_ON_LOSS=replace, COARSE_MAX_WORKERS: Recovery knows no position in the data for a new worker, "
             "which the others have long passed. Pass batch_sampler=coarse.torch.ElasticSampler(...) to the loader, "

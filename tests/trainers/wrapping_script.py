@@ -422,7 +422,8 @@ def check_checkpoints(
         with Checkpointer(folders[0], other, its_optimizer) as checkpointer:
             assert checkpointer.restore() == 2
             if offload_optimizer:
-                recovery = coarse.torch.Recovery(its_model, its_optimizer)
+                sampler = coarse.torch.ElasticSampler(data(0), its_model, batch_size=4)
+                recovery = coarse.torch.Recovery(its_model, its_optimizer, state={"sampler": sampler})
             train(its_model, its_optimizer, checkpointer)
             if offload_optimizer:
                 assert recovery.state_dict()["step"] == 2

@@ -99,3 +99,20 @@ def test_an_answer_that_is_too_long_is_told(monkeypatch):
     monkeypatch.setattr(other_nodes, "_MOST_BYTES", 1 << 20)
     with serving(HEAD % (2 << 20), b"#" * (2 << 20)) as address:
         assert read(address)[0].problem == "it has answered with 1 MiB or more"
+
+
+class SlowToReturn(socket.socket):
+    """A socket whose shutdown() returns late, as on a busy machine."""
+
+    def shutdown(self, how):
+        super().shutdown(how)
+        time.sleep(0.5)
+
+
+def test_a_reader_that_is_broken_off_learns_why_before_shutdown_returns():
+    with contextlib.ExitStack() as open_sockets:
+        far, near = map(open_sockets.enter_context, socket.socketpair())
+        slow = open_sockets.enter_context(SlowToReturn(fileno=near.detach()))
+        with pytest.raises(TimeoutError, match=r"longer than 0\.1 s"), other_nodes._at_most(0.1, slow):
+            assert slow.recv(1) == b""
+        far.close()
