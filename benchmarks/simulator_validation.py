@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from slow_network import address_of, bits_per_s, cable, enter_namespace
+from node_network import Link, address_of, bits_per_s, connected_nodes, enter_namespace
 
 from coarse.bench.harness.commands import WorkerJob
 from coarse.bench.harness.worker_pool import WorkerPool, time_for
@@ -295,7 +295,7 @@ def namespace_rows(is_quick: bool) -> Iterator[Row]:
     row = partial(Row, part="namespaces", kind=MEASURED)
     for rate in ("1gbit",) if is_quick else ("1gbit", "500mbit", "2gbit"):
         nominal = bits_per_s(rate) / 8
-        with cable(rate) as names, _nodes(names) as pool:
+        with connected_nodes(Link(rate=rate), 2) as names, _nodes(names) as pool:
             if not share:
                 seconds = max(pool.ask("transfer", nbytes=_LARGE_BYTES))
                 share = _LARGE_BYTES / seconds / nominal

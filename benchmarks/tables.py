@@ -207,8 +207,8 @@ def read(path: Path) -> list[Record]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def provenance(records: Iterable[Record]) -> str:
-    """The commit and the machine of all records.
+def provenance(records: Iterable[Record], *, word: str = "Measured") -> str:
+    """The commit and the machine of all records, after `word`, the kind of their figures.
 
     Raises:
         ValueError: If the records have different ones.
@@ -219,7 +219,7 @@ def provenance(records: Iterable[Record]) -> str:
         raise ValueError(f"the records are of several commits or machines ({names}); run with --again")
     commit, machine = found[0][0], json.loads(found[0][1])
     memory = f"{machine['memory_bytes'] / 2**30:.1f} GiB"
-    return f"*Measured* at commit {commit} on {machine['cpu']}, {machine['cores']} cores, {memory}."
+    return f"*{word}* at commit {commit} on {machine['cpu']}, {machine['cores']} cores, {memory}."
 
 
 def between_marks(text: str, name: str, lines: Iterable[str]) -> str:
