@@ -1,16 +1,17 @@
-/// A switch with long and lossy cables: passes Ethernet frames between network namespaces, each after a delay.
+/// A switch with long and lossy cables: passes Ethernet frames between network namespaces, each after a
+/// delay.
 ///
 ///     frame_delay BITS_PER_S DELAY_US LOSS QUEUE_BYTES NAMESPACE...
 ///
-/// Makes a TAP interface `cable` in each namespace of /run/netns and prints "ready". A frame waits until the cable to
-/// its receiver has carried the frames before it, at BITS_PER_S, and then for the delay. LOSS is the probability that
-/// a frame is lost. If more than QUEUE_BYTES wait for a cable, further frames to it are dropped. Frames may be as long
-/// as those that TCP gives a network card to divide: 64 KiB. SIGTERM and the end of the parent end it.
+/// Makes a TAP interface `cable` in each namespace of /run/netns and prints "ready". A frame waits until the
+/// cable to its receiver has carried the frames before it, at BITS_PER_S, and then for the delay. LOSS is the
+/// probability that a frame is lost. If more than QUEUE_BYTES wait for a cable, further frames to it are
+/// dropped. Frames may be as long as those that TCP gives a network card to divide: 64 KiB. SIGTERM and the
+/// end of the parent end it.
 
 #include <fcntl.h>
-#include <net/if.h>
 #include <linux/if_tun.h>
-#include <linux/virtio_net.h>
+#include <net/if.h>
 #include <poll.h>
 #include <sched.h>
 #include <signal.h>
@@ -39,9 +40,10 @@ namespace {
 using Nanoseconds = std::int64_t;
 using Address = std::array<char, 6>;
 
-constexpr std::size_t kHeaderBytes = sizeof(virtio_net_hdr);
+constexpr std::size_t kHeaderBytes = 10;  // of virtio_net_hdr, which says how a frame is to be divided
 constexpr std::size_t kMostBytes = (std::size_t{1} << 16) + 128;
-constexpr std::size_t kMovedBytes = kMostBytes / 2;  // shorter frames are copied, so that they take little memory
+constexpr std::size_t kMovedBytes =
+    kMostBytes / 2;  // shorter frames are copied, so that they take little memory
 constexpr std::size_t kMostSpareBuffers = 64;
 constexpr int kBatch = 64;
 
@@ -69,7 +71,8 @@ int openCable(const std::string& name) {
   std::strcpy(request.ifr_name, "cable");
   request.ifr_flags = IFF_TAP | IFF_NO_PI | IFF_VNET_HDR;
   if (ioctl(tap, TUNSETIFF, &request) != 0) fail(name + ": making the interface `cable`");
-  if (ioctl(tap, TUNSETOFFLOAD, TUN_F_CSUM | TUN_F_TSO4 | TUN_F_TSO6 | TUN_F_TSO_ECN) != 0) fail(name + ": long frames");
+  if (ioctl(tap, TUNSETOFFLOAD, TUN_F_CSUM | TUN_F_TSO4 | TUN_F_TSO6 | TUN_F_TSO_ECN) != 0)
+    fail(name + ": long frames");
   return tap;
 }
 
@@ -81,7 +84,7 @@ struct Frame {
 
 struct Port {
   int tap = -1;
-  Address address{};           // of the node, seen in its frames
+  Address address{};            // of the node, seen in its frames
   Nanoseconds cableFreeAt = 0;  // when the cable to the node has carried all of `waiting`
   std::deque<Frame> waiting;    // by `due`
 };
@@ -133,7 +136,8 @@ class Switch {
       if (!buffer_) buffer_ = takeBuffer();
       const ssize_t size = read(ports_[from].tap, buffer_.get(), kMostBytes);
       if (size <= static_cast<ssize_t>(kHeaderBytes + 2 * sizeof(Address))) return;
-      std::memcpy(ports_[from].address.data(), buffer_.get() + kHeaderBytes + sizeof(Address), sizeof(Address));
+      std::memcpy(ports_[from].address.data(), buffer_.get() + kHeaderBytes + sizeof(Address),
+                  sizeof(Address));
       if (isLost_(random_)) continue;
       pass(from, static_cast<std::size_t>(size));
     }
@@ -145,7 +149,8 @@ class Switch {
     std::memcpy(receiver.data(), buffer_.get() + kHeaderBytes, sizeof(Address));
     for (std::size_t to = 0; to < ports_.size(); ++to) {
       if (to != from && ports_[to].address == receiver) {
-        if (hasRoom(ports_[to])) queue(ports_[to], size > kMovedBytes ? std::move(buffer_) : copy(size), size);
+        if (hasRoom(ports_[to]))
+          queue(ports_[to], size > kMovedBytes ? std::move(buffer_) : copy(size), size);
         return;
       }
     }
@@ -163,7 +168,8 @@ class Switch {
   }
 
   std::unique_ptr<char[]> copy(std::size_t size) {
-    std::unique_ptr<char[]> bytes = size > kMovedBytes ? takeBuffer() : std::unique_ptr<char[]>(new char[size]);
+    std::unique_ptr<char[]> bytes =
+        size > kMovedBytes ? takeBuffer() : std::unique_ptr<char[]>(new char[size]);
     std::memcpy(bytes.get(), buffer_.get(), size);
     return bytes;
   }
@@ -175,8 +181,10 @@ class Switch {
       while (!port.waiting.empty() && port.waiting.front().due <= time) {
         Frame frame = std::move(port.waiting.front());
         port.waiting.pop_front();
-        if (write(port.tap, frame.bytes.get(), frame.size) < 0 && errno == EBADFD) fail("a namespace is gone");
-        if (frame.size > kMovedBytes && spare_.size() < kMostSpareBuffers) spare_.push_back(std::move(frame.bytes));
+        if (write(port.tap, frame.bytes.get(), frame.size) < 0 && errno == EBADFD)
+          fail("a namespace is gone");
+        if (frame.size > kMovedBytes && spare_.size() < kMostSpareBuffers)
+          spare_.push_back(std::move(frame.bytes));
       }
     }
   }
@@ -193,14 +201,14 @@ class Switch {
   Nanoseconds longestWait_;
   std::bernoulli_distribution isLost_;
   std::mt19937_64 random_{1};
-  std::vector<Port> ports_;
+  std::deque<Port> ports_;
   std::unique_ptr<char[]> buffer_;
   std::vector<std::unique_ptr<char[]>> spare_;
 };
 
 /// Returns the signals that end a wait; elsewhere they are blocked.
 sigset_t catchSignals() {
-  struct sigaction action {};
+  struct sigaction action{};
   action.sa_handler = [](int) { isStopped = 1; };
   sigset_t blocked;
   sigset_t before;

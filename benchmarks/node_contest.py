@@ -24,13 +24,21 @@ _COMMAND_TIMEOUT_S = 1200.0
 _LEAST_ITERATIONS, _MOST_ITERATIONS = 2, 200
 
 
+PoolKey = tuple[str, tuple[tuple[str, str], ...]]
+"""Systems with the same one share their processes."""
+
+
+def _key_of(system: System) -> PoolKey:
+    return system.processes, tuple(system.environment.items())
+
+
 class Pools:
     """Processes of the systems on the nodes of one cell, started when they are first needed; a context manager."""
 
     def __init__(self, cell: Cell, namespaces: Sequence[str]) -> None:
         self._cell = cell
         self._namespaces = list(namespaces)
-        self._running: dict[str, WorkerPool] = {}
+        self._running: dict[PoolKey, WorkerPool] = {}
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Pools:
@@ -45,27 +53,28 @@ class Pools:
         Raises:
             CoarseError: If they do not start.
         """
-        if system.pool not in self._running:
+        key = _key_of(system)
+        if key not in self._running:
             pool = self._make(system)
             self._stack.callback(pool.close)
-            self._running[system.pool] = pool.__enter__()
-        return self._running[system.pool]
+            self._running[key] = pool.__enter__()
+        return self._running[key]
 
-    def drop(self, name: str) -> None:
-        """Ends processes of which some may be dead; of() will start new ones."""
-        if name in self._running:
-            self._running.pop(name).close()
+    def drop(self, system: System) -> None:
+        """Ends its processes, of which some may be dead; of() will start new ones."""
+        if pool := self._running.pop(_key_of(system), None):
+            pool.close()
 
     def _make(self, system: System) -> WorkerPool:
-        kinds = list(dict.fromkeys(each.pool for each in SYSTEMS.values()))
+        keys = list(map(_key_of, SYSTEMS.values()))
         options = {
             "namespaces": self._namespaces,
             "workers": self._cell.workers,
-            "port": _PORT + kinds.index(system.pool),
+            "port": _PORT + keys.index(_key_of(system)),
             "environment": dict(system.environment),
         }
         count = self._cell.num_workers
-        return WorkerPool(system.pool, node_commands, count, options, start_timeout_s=_START_TIMEOUT_S)
+        return WorkerPool(system.processes, node_commands, count, options, start_timeout_s=_START_TIMEOUT_S)
 
 
 def measure_link(namespaces: Sequence[str]) -> dict[str, float]:
@@ -107,7 +116,7 @@ class Contest:
         try:
             self.rounds_ms[name].append(self._take_turn(SYSTEMS[name]) * 1e3)
         except CoarseError as error:
-            self._pools.drop(SYSTEMS[name].pool)
+            self._pools.drop(SYSTEMS[name])
             self.failures[name] = str(error)
             del self.rounds_ms[name]
             print(f"  {self._case}: {name} failed: {error}", file=sys.stderr, flush=True)

@@ -107,6 +107,21 @@ def enter_namespace(name: str) -> None:
             raise OSError(ctypes.get_errno(), f"entering the network namespace {name}")
 
 
+def mount_own_sysfs() -> None:
+    """Shows this process its namespace's interfaces below /sys, where UCX looks for them, as `ip netns exec` does."""
+    new_mounts, detached = 0x20000, 2
+    only_from_others = (1 << 19) | (1 << 14)  # MS_SLAVE | MS_REC
+    library = ctypes.CDLL(None, use_errno=True)
+    for done in (
+        library.unshare(new_mounts),
+        library.mount(b"none", b"/", None, only_from_others, None),
+        library.umount2(b"/sys", detached),
+        library.mount(b"sysfs", b"/sys", b"sysfs", 0, None),
+    ):
+        if done != 0:
+            raise OSError(ctypes.get_errno(), "mounting /sys for a network namespace")
+
+
 def require_tools() -> None:
     """Checks what namespaces and their cables take.
 
@@ -171,7 +186,7 @@ def connected_nodes(link: Link, num_nodes: int, *, forwarder: Path | None = None
         yield names
 
 
-class Testbed:
+class Networks:
     """Connects nodes, with the delays that this machine offers.
 
     Args:

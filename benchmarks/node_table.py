@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from node_network import NETEM, NONE, PROCESS, bits_per_s
-from node_systems import COMPUTATION, GLOO, STEP, SYSTEMS
+from node_systems import COMPUTATION, GLOO, MPICH, STEP, SYSTEMS
 from tables import DOCUMENT, between_marks, markdown, provenance
 
 from coarse.bench.sync.driver import format_bytes
@@ -91,7 +91,7 @@ def _bound_ms(record: Record) -> float:
 
 
 def _judge_all_reduce(record: Record) -> Iterator[str]:
-    peer = best(record, ("gloo", "mpich"))
+    peer = best(record, ("gloo", *MPICH))
     if peer is not None:
         ratio = time_ms(record, "coarse") / time_ms(record, peer)
         if ratio > ALL_REDUCE_AIM:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from node_network import INTERFACE, address_of, enter_namespace
+from node_network import INTERFACE, address_of, enter_namespace, mount_own_sysfs
 
 from coarse.bench.harness.commands import Commands, WorkerJob, commands_of
 from coarse.bench.harness.launchers import RANK_FROM_LAUNCHER
@@ -60,6 +60,7 @@ class Mpich(Mpi):
     _WORLD, _FLOAT, _SUM, _IN_PLACE = 0x44000000, 0x4C00040A, 0x58000003, ctypes.c_void_p(-1)
 
     def setup(self) -> int:
+        mount_own_sysfs()
         self._library = ctypes.CDLL(os.environ["MPI4PY_LIBMPI"], mode=ctypes.RTLD_GLOBAL)
         self._check(self._library.MPI_Init(None, None))
         rank = ctypes.c_int()
@@ -135,7 +136,6 @@ def _enter_node(job: WorkerJob) -> None:
         MASTER_ADDR=address_of(0),
         MASTER_PORT=str(job.options["port"]),
         GLOO_SOCKET_IFNAME=INTERFACE,
-        FI_TCP_IFACE=INTERFACE,
         MPIR_CVAR_NUM_CLIQUES=str(len(names)),
         MPIR_CVAR_CLIQUES_BY_BLOCK="1",
         COARSE_NODE=str(node),
@@ -232,10 +232,9 @@ def _receive(connection: socket.socket, received: list[int], index: int) -> None
             received[index] += count
 
 
-_POOLS: dict[str, Callable[[WorkerJob], Commands]] = {
+POOLS: dict[str, Callable[[WorkerJob], Commands]] = {
     LINK: LinkCommands,
     "coarse": partial(NodeCommands, collective=partial(TorchBackend, backend="coarse")),
-    "coarse-int8": partial(NodeCommands, collective=partial(TorchBackend, backend="gloo")),
     "gloo": partial(NodeCommands, collective=partial(TorchBackend, backend="gloo")),
     "mpich": partial(NodeCommands, collective=Mpich),
 }
@@ -244,4 +243,4 @@ _POOLS: dict[str, Callable[[WorkerJob], Commands]] = {
 
 def node_commands(job: WorkerJob) -> Commands:
     """The commands of one process."""
-    return commands_of(job, _POOLS)
+    return commands_of(job, POOLS)

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from node_contest import Pools, compare, measure_link
-from node_network import Link, Testbed
+from node_network import Link, Networks
 from node_plan import Case, Cell, Key, Plan, is_known, read_records
 from node_systems import ALL_REDUCE, DEFAULT, STEP, SYSTEMS, missing
 from node_table import Record, limit_ms, table, times, verdict, write_document
@@ -42,7 +42,7 @@ _COPIES_PER_WORKER = 6  # of the gradients
 _PROCESS_BYTES = 600 << 20  # of one worker of every system
 
 
-def measure(plan: Plan, testbed: Testbed, path: Path, origin: Provenance) -> dict[Key, Record]:
+def measure(plan: Plan, networks: Networks, path: Path, origin: Provenance) -> dict[Key, Record]:
     """Measures the cases that the file does not have, and appends them to it.
 
     A cell that cannot be measured is left out with a word. Returns all records of the file, by their cases.
@@ -60,18 +60,18 @@ def measure(plan: Plan, testbed: Testbed, path: Path, origin: Provenance) -> dic
 
     for cell, some in itertools.groupby(left, key=lambda case: case.cell):
         try:
-            measure_cell(cell, list(some), plan, testbed, keep)
+            measure_cell(cell, list(some), plan, networks, keep)
         except CoarseError as error:
             print(f"{cell}: {error}", file=sys.stderr, flush=True)
     return records
 
 
 def measure_cell(
-    cell: Cell, cases: Sequence[Case], plan: Plan, testbed: Testbed, keep: Callable[[Case, Record], None]
+    cell: Cell, cases: Sequence[Case], plan: Plan, networks: Networks, keep: Callable[[Case, Record], None]
 ) -> None:
     """Measures some cases of a cell; `keep` gets each one's record."""
-    with testbed.nodes(cell.link, cell.nodes) as namespaces:
-        conditions = {**measure_link(namespaces), "delay_by": testbed.delay_of(cell.link)}
+    with networks.nodes(cell.link, cell.nodes) as namespaces:
+        conditions = {**measure_link(namespaces), "delay_by": networks.delay_of(cell.link)}
         with Pools(cell, namespaces) as pools:
             for case in cases:
                 keep(case, compare(case, plan, pools, conditions))
@@ -113,7 +113,9 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--losses", type=_list_of(float), default=[0.0, 0.1], help="lost frames in percent")
     add("--nodes", type=_list_of(int), default=[2, 3, 4])
     add("--workers", type=_list_of(int), default=[1, 2], help="on each node")
-    add("--sizes", type=_list_of(parse_bytes), default=[1 << 20, 25 << 20, 100 << 20], help="of the gradients")
+    add(
+        "--sizes", type=_list_of(parse_bytes), default=[1 << 20, 25 << 20, 100 << 20], help="of the gradients"
+    )
     add("--operations", type=_list_of(str), default=[STEP, ALL_REDUCE], help=f"{STEP}, {ALL_REDUCE}")
     add("--systems", type=_list_of(str), default=list(DEFAULT), help=", ".join(SYSTEMS))
     add("--rounds", type=int, default=3)
@@ -187,8 +189,8 @@ def main() -> int:
         check_memory(plan)
         arguments.results.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory() as folder:
-            testbed = Testbed(plan.links, Path(folder))
-            records = measure(plan, testbed, arguments.results, Provenance.here())
+            networks = Networks(plan.links, Path(folder))
+            records = measure(plan, networks, arguments.results, Provenance.here())
     except (CoarseError, OSError, ValueError) as error:
         print(f"nodes.py: {error}", file=sys.stderr)
         return 1

@@ -21,8 +21,9 @@ pytest.importorskip("psutil")
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import node_network
+import node_table
 from node_contest import measure_link
-from node_network import Link, NetworkError, Testbed
+from node_network import Link, NetworkError, Networks
 
 SCRIPT = Path(node_network.__file__).with_name("nodes.py")
 LIMIT_S = 300
@@ -36,20 +37,19 @@ def needs_namespaces():
         node_network.has_netem()
     except NetworkError as error:
         pytest.skip(str(error))
-    before = names_of_namespaces()
     yield
-    assert names_of_namespaces() <= before
+    assert not namespaces_of(os.getpid())
 
 
-def names_of_namespaces():
-    return set(os.listdir("/run/netns"))
+def namespaces_of(pid):
+    return [name for name in os.listdir("/run/netns") if name.startswith(f"coarse-{pid}-")]
 
 
 @pytest.fixture
-def testbed(tmp_path):
+def networks(tmp_path):
     if shutil.which(os.environ.get("CXX", "c++").split()[0]) is None:
         pytest.skip("a compiler is missing")
-    return lambda link: Testbed([link], tmp_path)
+    return lambda link: Networks([link], tmp_path)
 
 
 def start(results, *words):
@@ -65,7 +65,7 @@ def start(results, *words):
 
 def test_the_smallest_case(tmp_path):
     results = tmp_path / "results.jsonl"
-    systems = ("--systems", "coarse,gloo,compute,mpich")
+    systems = ("--systems", "coarse,gloo,compute,mpich,mpich-ucx")
     ended = start(results, "--rates", "1gbit", "--delays", "0", "--losses", "0", *systems)
     printed, said = ended.communicate(timeout=LIMIT_S)
     assert ended.returncode == 0, said
@@ -73,6 +73,9 @@ def test_the_smallest_case(tmp_path):
     assert {"coarse", "gloo", "compute"} == set(step["rounds_ms"]), said
     assert {"coarse", "gloo"} <= set(all_reduce["rounds_ms"]), said
     assert step["failures"] == all_reduce["failures"] == {}
+    limit_ms = node_table.limit_ms(all_reduce)
+    for name, rounds_ms in all_reduce["rounds_ms"].items():  # all of them used the cable
+        assert rounds_ms[0] > limit_ms / 2, name
     assert all(time_ms > 0 for (time_ms,) in step["rounds_ms"].values())
     assert 0.5e9 < step["link_bits_per_s"] < 1.1e9
     assert re.search(r"\[1 of 2, about .* left\] 1gbit, 0 ms, 2 x 1, step of 1 MiB: COARSE", printed)
@@ -81,29 +84,28 @@ def test_the_smallest_case(tmp_path):
 
 def test_a_signal_ends_it_and_leaves_nothing(tmp_path):
     running = start(tmp_path / "results.jsonl", "--rates", "1gbit", "--delays", "0", "--systems", "gloo")
-    name = f"coarse-{running.pid}-0"
     until_s = time.monotonic() + LIMIT_S
-    while name not in names_of_namespaces():
+    while f"coarse-{running.pid}-1" not in namespaces_of(running.pid):
         assert running.poll() is None, running.communicate()
         assert time.monotonic() < until_s
         time.sleep(0.05)
     running.send_signal(signal.SIGTERM)
     running.communicate(timeout=LIMIT_S)
     assert running.returncode == 128 + signal.SIGTERM
-    assert not any(each.startswith(f"coarse-{running.pid}-") for each in names_of_namespaces())
+    assert not namespaces_of(running.pid)
 
 
-def test_cables_have_the_rate_and_the_delay_that_were_asked_for(testbed):
+def test_cables_have_the_rate_and_the_delay_that_were_asked_for(networks):
     link = Link(rate="100mbit", delay_ms=20)
-    with testbed(link).nodes(link, 3) as names:
+    with networks(link).nodes(link, 3) as names:
         found = measure_link(names)
     assert 20 <= found["round_trip_ms"] < 30
     assert 50e6 < found["link_bits_per_s"] < 105e6
 
 
-def test_cables_lose_frames(testbed):
+def test_cables_lose_frames(networks):
     link = Link(rate="1gbit", delay_ms=1, loss_percent=20)
-    with testbed(link).nodes(link, 2) as names:
+    with networks(link).nodes(link, 2) as names:
         sender, receiver = (socket_in(name) for name in names)
         with sender, receiver:
             address = (node_network.address_of(1), receiver.getsockname()[1])

@@ -23,9 +23,7 @@ from node_plan import Case, Cell, Plan
 from coarse.bench.provenance import BenchMachine, Provenance
 
 MIB = 1 << 20
-ORIGIN = Provenance(
-    commit="1111111", machine=BenchMachine(cpu="Some CPU", cores=2, memory_bytes=24 << 30)
-)
+ORIGIN = Provenance(commit="1111111", machine=BenchMachine(cpu="Some CPU", cores=2, memory_bytes=24 << 30))
 
 
 def parse_plan(*words):
@@ -34,7 +32,9 @@ def parse_plan(*words):
 
 def record(operation="step", nbytes=100 * MIB, num_nodes=2, rate="1gbit", failures=(), **rounds_ms):
     """Over a cable of 1 byte in a nanosecond: a MiB takes 1.05 ms."""
-    case = Case(cell=Cell(link=Link(rate=rate), nodes=num_nodes, workers=1), operation=operation, nbytes=nbytes)
+    case = Case(
+        cell=Cell(link=Link(rate=rate), nodes=num_nodes, workers=1), operation=operation, nbytes=nbytes
+    )
     return {
         "bench": "nodes",
         **case.as_json(),
@@ -81,11 +81,11 @@ def test_systems_that_are_unknown_or_missing_are_refused(monkeypatch, capsys):
 def test_without_root_or_programs_nothing_starts(monkeypatch, tmp_path):
     monkeypatch.setattr(node_network.os, "geteuid", lambda: 1000)
     with pytest.raises(node_network.NetworkError, match="take root"):
-        node_network.Testbed([Link(rate="1gbit")], tmp_path)
+        node_network.Networks([Link(rate="1gbit")], tmp_path)
     monkeypatch.setattr(node_network.os, "geteuid", lambda: 0)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(node_network.NetworkError, match="`ip` is missing; install iproute2"):
-        node_network.Testbed([Link(rate="1gbit")], tmp_path)
+        node_network.Networks([Link(rate="1gbit")], tmp_path)
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(node_network.NetworkError, match="without no-such-compiler nothing else delays"):
         node_network.compile_forwarder(tmp_path)
