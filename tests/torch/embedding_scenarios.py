@@ -208,6 +208,139 @@ def table_tied_to_the_output(context: Context) -> Any:
     return train(context, context.wrap(module))
 
 
+class TiedLinear(nn.Module):
+    """A table whose weight a Linear uses as well, as a language model's output does."""
+
+    def __init__(self, *, times: int = 1, bias: bool = False, padding_idx: int | None = None) -> None:
+        super().__init__()
+        self.table = nn.Embedding(NUM_ROWS, WIDTH, padding_idx=padding_idx)
+        self.between = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, NUM_ROWS, bias=bias)
+        self.head.weight = self.table.weight
+        self.times = times
+
+    def forward(self, tokens: torch.Tensor, *, use_head: bool = True, use_table: bool = True) -> torch.Tensor:
+        found = torch.stack([self.table(tokens + i) for i in range(self.times)]).sum(0)
+        hidden = self.between(found if use_table else found.detach())
+        return (self.head(hidden) if use_head else hidden).float().tanh()
+
+
+@embedding_scenario
+def table_tied_to_a_linear(context: Context) -> Any:
+    return train(context, context.wrap(TiedLinear()))
+
+
+@embedding_scenario
+def table_with_padding_tied_to_a_linear_with_bias(context: Context) -> Any:
+    return train(context, context.wrap(TiedLinear(bias=True, padding_idx=3)))
+
+
+@embedding_scenario
+def tied_table_looked_up_several_times(context: Context) -> Any:
+    return train(context, context.wrap(TiedLinear(times=3)))
+
+
+@embedding_scenario
+def tied_table_in_bfloat16(context: Context) -> Any:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return train(context, context.wrap(TiedLinear()))
+
+
+@embedding_scenario
+def tied_table_with_gradients_zeroed_in_place(context: Context) -> Any:
+    return train(context, context.wrap(TiedLinear()), set_to_none=False)
+
+
+@embedding_scenario
+def tied_table_that_accumulates_over_synchronised_steps(context: Context) -> Any:
+    return train(context, context.wrap(TiedLinear()), backward_every=2)
+
+
+@embedding_scenario
+def tied_table_in_a_static_graph(context: Context) -> Any:
+    return train(context, context.wrap(TiedLinear(), static_graph=True))
+
+
+@embedding_scenario
+def tied_table_whose_gradient_is_changed_by_a_hook(context: Context) -> Any:
+    module = TiedLinear()
+    module.table.weight.register_hook(lambda gradient: gradient * 3)
+    return train(context, context.wrap(module))
+
+
+@embedding_scenario
+def tied_table_under_no_sync(context: Context) -> Any:
+    model = context.wrap(TiedLinear())
+    with model.no_sync():
+        model(tokens_of(context, 0)).sum().backward()
+    local = states(model)
+    model(tokens_of(context, 1)).square().sum().backward()
+    return local, states(model)
+
+
+@embedding_scenario
+def tied_table_whose_uses_change_from_step_to_step(context: Context) -> Any:
+    model = context.wrap(TiedLinear(), find_unused_parameters=True)
+    results = []
+    for step, (use_head, use_table) in enumerate([(True, True), (False, True), (True, False), (True, True)]):
+        model.zero_grad()
+        model(tokens_of(context, step), use_head=use_head, use_table=use_table).square().sum().backward()
+        results.append(states(model))
+    return results
+
+
+@embedding_scenario
+def tied_table_that_is_looked_up_after_the_linear(context: Context) -> Any:
+    """Then the gradient of the lookup comes first."""
+
+    class Reversed(TiedLinear):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            first = self.head(self.between(torch.ones(2, WIDTH))).tanh().sum()
+            return first * self.table(tokens)
+
+    return train(context, context.wrap(Reversed()))
+
+
+@embedding_scenario
+def tied_table_with_a_third_use(context: Context) -> Any:
+    class Penalised(TiedLinear):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return super().forward(tokens) + self.table.weight.square().mean()
+
+    return train(context, context.wrap(Penalised()))
+
+
+@embedding_scenario
+def tied_table_whose_gradient_is_asked_for_directly(context: Context) -> Any:
+    model = context.wrap(TiedLinear())
+    kept = []
+    for step in range(2):
+        model.zero_grad()
+        loss = model(tokens_of(context, step)).square().sum()
+        kept += torch.autograd.grad(loss, [model.module.table.weight], retain_graph=True)
+        loss.backward()
+    return kept, states(model)
+
+
+@embedding_scenario(compare=False)
+def rows_of_tied_tables_wait_for_the_linear(context: Context) -> Any:
+    """Nothing as large as the table is made but the gradient of the Linear."""
+    model = context.wrap(TiedLinear())
+    for step in range(2):
+        model.zero_grad()
+        loss = model(tokens_of(context, step)).sum()
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True
+        ) as profile:
+            loss.backward()
+        names = [event.name for event in profile.events()]
+        assert "aten::embedding_dense_backward" not in names
+        table = [NUM_ROWS, WIDTH]
+        assert all(
+            "add" not in event.name or table not in event.input_shapes[1:] for event in profile.events()
+        )
+
+
 @embedding_scenario
 def table_with_a_penalty_on_its_gradient(context: Context) -> Any:
     model = context.wrap(Table())
