@@ -648,7 +648,7 @@ def update_arrays(
     dtype: int, shard: tuple[int, int, Sequence[int], int, int, Sequence[int], bytes]
 ) -> None: ...
 def sum_of_squares(dtype: int, address: int, num_elements: int) -> float: ...
-def group_scratch_bytes(num_ranks: int, buffer_bytes: int) -> int: ...
+def group_scratch_bytes(num_ranks: int, buffer_bytes: int, num_buffers: int) -> int: ...
 
 class Collectives:
     def __init__(
@@ -658,6 +658,7 @@ class Collectives:
         rank: int,
         num_ranks: int,
         buffer_bytes: int,
+        num_buffers: int,
         pidfds: Sequence[int],
         nodes: Sequence[int],
         links: Sequence[int],

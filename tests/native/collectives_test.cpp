@@ -25,6 +25,9 @@ constexpr std::size_t kBufferBytes = 4096;  // small, so that tensors take many 
 constexpr std::chrono::seconds kLimit{60};
 using Floats = std::vector<float>;
 
+/// Of each rank; over nodes, so that several rounds are on their way.
+std::size_t numBuffers(std::size_t numNodes) { return numNodes == 1 ? 2 : 8; }
+
 /// A group whose ranks are threads, spread over nodes in turns; sockets are between nodes.
 class Group {
  public:
@@ -36,7 +39,8 @@ class Group {
     }
     std::vector<std::vector<int>> links(numNodes, std::vector<int>(numNodes, -1));
     for (std::size_t node = 0; node < numNodes; ++node) {
-      memories.push_back(createSealedMemory("collectives-test", groupScratchBytes(numRanks, kBufferBytes)));
+      memories.push_back(createSealedMemory("collectives-test",
+                                            groupScratchBytes(numRanks, kBufferBytes, numBuffers(numNodes))));
       for (std::size_t other = 0; other < node; ++other) {
         int ends[2];
         EXPECT_EQ(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends), 0);
@@ -47,7 +51,7 @@ class Group {
     for (std::size_t rank = 0; rank < numRanks; ++rank) {
       const std::size_t node = rank % numNodes;
       auto scratch = std::make_unique<GroupScratch>(memories[node], rank, numRanks, kBufferBytes,
-                                                    Liveness({}), Placement(nodes));
+                                                    Liveness({}), Placement(nodes), numBuffers(numNodes));
       const bool isLeader = numNodes > 1 && rank == node;
       ranks_.push_back(std::make_unique<SharedCollectives>(std::move(scratch),
                                                            isLeader ? links[node] : std::vector<int>{}));
@@ -325,6 +329,41 @@ TEST(StoppedRanks, GoOnAfterALongerTimeThanACollectiveMayTake) {
     EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << status;
   }
   for (const int fd : {memory, joined[0], joined[1], mayGoOn[0], mayGoOn[1]}) ::close(fd);
+}
+
+/// The number of rounds that a rank has published, once that is as large as expected.
+std::uint32_t awaitRounds(const GroupScratch& scratch, std::size_t rank, std::uint32_t expected) {
+  const auto end = std::chrono::steady_clock::now() + kLimit;
+  while (scratch.board(rank).round.load() < expected && std::chrono::steady_clock::now() < end)
+    std::this_thread::yield();
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));  // in which it could publish more
+  return scratch.board(rank).round.load();
+}
+
+TEST(Rounds, AreWrittenAheadOfThoseThatAreRead) {
+  constexpr std::size_t kNumBuffers = 8;
+  const int fd = createSealedMemory("collectives-test", groupScratchBytes(2, kBufferBytes, kNumBuffers));
+  const auto scratchOf = [&](std::size_t rank) {
+    return std::make_unique<GroupScratch>(fd, rank, 2, kBufferBytes, Liveness({}), Placement({0, 0}),
+                                          kNumBuffers);
+  };
+  SharedCollectives collectives(scratchOf(0), {});
+  const auto other = scratchOf(1);
+  ::close(fd);
+  Floats values(4 * kBufferBytes, 1.0F);  // 16 rounds
+  void* memory = values.data();
+  Collective call = callOf(CollectiveKind::kAllReduce, values.size(), Combine::kSum);
+  call.inputs = &memory;
+  call.outputs = &memory;
+  std::thread rank(
+      [&] { EXPECT_NE(errorOf([&] { collectives.run(call); }).find("rank 1 has left"), std::string::npos); });
+  EXPECT_EQ(awaitRounds(*other, 0, 1), 1);  // whether the calls agree is not known yet
+  other->begin({});
+  other->setHeader(other->headerOf(0, 1));
+  other->publish();
+  EXPECT_EQ(awaitRounds(*other, 0, 1 + kNumBuffers / 2), 1 + kNumBuffers / 2);
+  other->leave();
+  rank.join();
 }
 
 /// What comes over a link that no other node speaks as it should, ends that node for this group.

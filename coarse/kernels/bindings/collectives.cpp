@@ -25,12 +25,13 @@ std::vector<int> duplicated(const std::vector<int>& fds) {
 }
 
 std::shared_ptr<Collectives> makeCollectives(int sealedFd, std::size_t rank, std::size_t numRanks,
-                                             std::size_t bufferBytes, std::vector<int> pidfds,
-                                             std::vector<std::uint32_t> nodes, const std::vector<int>& links,
-                                             std::int64_t nodePatienceMs, bool resumesLinks) {
+                                             std::size_t bufferBytes, std::size_t numBuffers,
+                                             std::vector<int> pidfds, std::vector<std::uint32_t> nodes,
+                                             const std::vector<int>& links, std::int64_t nodePatienceMs,
+                                             bool resumesLinks) {
   return SharedCollectives::shared(
       std::make_unique<GroupScratch>(sealedFd, rank, numRanks, bufferBytes, Liveness(std::move(pidfds)),
-                                     Placement(std::move(nodes))),
+                                     Placement(std::move(nodes)), numBuffers),
       duplicated(links), LinkOptions{std::chrono::milliseconds(nodePatienceMs), resumesLinks});
 }
 
@@ -98,11 +99,13 @@ void giveUpLink(const GroupLinks& links, std::size_t node, std::size_t, const st
 }  // namespace
 
 void registerCollectives(py::module_& module) {
-  module.def("group_scratch_bytes", &groupScratchBytes, py::arg("num_ranks"), py::arg("buffer_bytes"));
+  module.def("group_scratch_bytes", &groupScratchBytes, py::arg("num_ranks"), py::arg("buffer_bytes"),
+             py::arg("num_buffers"));
   py::class_<Collectives, std::shared_ptr<Collectives>>(module, "Collectives")
       .def(py::init(&makeCollectives), py::kw_only(), py::arg("fd"), py::arg("rank"), py::arg("num_ranks"),
-           py::arg("buffer_bytes"), py::arg("pidfds"), py::arg("nodes"), py::arg("links"),
-           py::arg("node_patience_ms") = LinkOptions().patience.count(), py::arg("resumes_links") = false)
+           py::arg("buffer_bytes"), py::arg("num_buffers"), py::arg("pidfds"), py::arg("nodes"),
+           py::arg("links"), py::arg("node_patience_ms") = LinkOptions().patience.count(),
+           py::arg("resumes_links") = false)
       .def("capsule", &capsuleOf);
   py::class_<GroupLinks>(module, "GroupLinks")
       .def(py::init<const std::shared_ptr<Collectives>&>(), py::arg("group"))

@@ -29,6 +29,8 @@ _LARGEST_BUFFER_BYTES = 512 << 10
 _SMALLEST_BUFFER_BYTES = 64 << 10
 _MOST_SCRATCH_BYTES = 64 << 20
 _LINE_BYTES = 128
+_FEWEST_BUFFERS = 2
+_MOST_BUFFERS = 32  # kMostBuffers in group_scratch.hpp
 
 
 def open_group(store: Store, *, rank: int, size: int, settings: Settings) -> tuple[_native.Collectives, Any]:
@@ -53,12 +55,11 @@ def open_group(store: Store, *, rank: int, size: int, settings: Settings) -> tup
             identity, store, timeout_s=settings.timeout_s, watch=watch, node=settings.node
         )
         nodes = NodeMap.of_addresses(addresses)
-        here = nodes.ranks[nodes.node_of(rank)]
         if nodes.num_nodes > 1:
             watch.follow(store)
         with watch.telling():
             extension = agree_on_extension(store, watch, rank=rank, size=size, timeout_s=settings.timeout_s)
-            fd = _share_memory(store, watch, here, rank=rank, size=size, timeout_s=settings.timeout_s)
+            fd = _share_memory(store, watch, nodes, rank=rank, timeout_s=settings.timeout_s)
             try:
                 with _links(nodes, rank, store, settings, watch) as links:
                     return _collectives(fd, addresses, nodes, rank, links, settings), extension
@@ -92,6 +93,7 @@ def _collectives(
         rank=rank,
         num_ranks=len(addresses),
         buffer_bytes=buffer_bytes(len(addresses)),
+        num_buffers=num_buffers(len(addresses), nodes.num_nodes),
         pidfds=[
             os.pidfd_open(address.pid) if peer in here and peer != rank else -1
             for peer, address in enumerate(addresses)
@@ -118,19 +120,27 @@ def buffer_bytes(num_ranks: int) -> int:
     return max(min(share, _LARGEST_BUFFER_BYTES), _SMALLEST_BUFFER_BYTES, needed)
 
 
-def _share_memory(
-    store: Store, watch: PeerWatch, here: tuple[int, ...], *, rank: int, size: int, timeout_s: float
-) -> int:
+def num_buffers(num_ranks: int, num_nodes: int) -> int:
+    """Number of a rank's buffers: over nodes, half of them fill a link with a delay."""
+    if num_nodes == 1:
+        return _FEWEST_BUFFERS
+    share = _MOST_SCRATCH_BYTES // (num_ranks * buffer_bytes(num_ranks)) // 2 * 2
+    return max(min(share, _MOST_BUFFERS), _FEWEST_BUFFERS)
+
+
+def _share_memory(store: Store, watch: PeerWatch, nodes: NodeMap, *, rank: int, timeout_s: float) -> int:
     """The group's scratch memory on this node: created by the leader, passed to the others by descriptor."""
     from coarse.kernels import _native
 
     deadline = time.monotonic() + timeout_s
+    here, size = nodes.ranks[nodes.node_of(rank)], sum(map(len, nodes.ranks))
     leader = here[0]
     door = f"door/{leader}"
     if rank != leader:
         return _receive_descriptor(_await_door(store, watch, door, rank, leader, deadline), leader)
     fd = _native.create_sealed_memory(
-        "coarse-torch-group", _native.group_scratch_bytes(size, buffer_bytes(size))
+        "coarse-torch-group",
+        _native.group_scratch_bytes(size, buffer_bytes(size), num_buffers(size, nodes.num_nodes)),
     )
     try:
         _hand_out(fd, store, watch, door, leader, len(here) - 1, deadline)

@@ -17,8 +17,8 @@ constexpr std::chrono::microseconds kSpin{100};
 // Longest time until a dead rank, or close(), is noticed.
 constexpr std::chrono::milliseconds kLongestSleep{20};
 
-std::size_t boardAndBufferBytes(std::size_t numRanks, std::size_t bufferBytes) {
-  return numRanks * (sizeof(RankBoard) + 2 * bufferBytes);
+std::size_t boardAndBufferBytes(std::size_t numRanks, std::size_t bufferBytes, std::size_t numBuffers) {
+  return numRanks * (sizeof(RankBoard) + numBuffers * bufferBytes);
 }
 
 }  // namespace
@@ -31,8 +31,8 @@ std::pair<std::size_t, std::size_t> Extent::rangeOf(std::size_t rank) const noex
   return {begin, std::min<std::size_t>(numBytes, begin + pieceBytes)};
 }
 
-std::size_t groupScratchBytes(std::size_t numRanks, std::size_t bufferBytes) {
-  return boardAndBufferBytes(numRanks, bufferBytes) + MessageArea::numBytes(numRanks);
+std::size_t groupScratchBytes(std::size_t numRanks, std::size_t bufferBytes, std::size_t numBuffers) {
+  return boardAndBufferBytes(numRanks, bufferBytes, numBuffers) + MessageArea::numBytes(numRanks);
 }
 
 Liveness::~Liveness() {
@@ -48,10 +48,11 @@ bool Liveness::isGone(std::size_t rank) const noexcept {
 }
 
 GroupScratch::GroupScratch(int sealedFd, std::size_t rank, std::size_t numRanks, std::size_t bufferBytes,
-                           Liveness liveness, Placement placement)
+                           Liveness liveness, Placement placement, std::size_t numBuffers)
     : rank_(rank),
       numRanks_(numRanks),
       bufferBytes_(bufferBytes),
+      numBuffers_(numBuffers),
       liveness_(std::move(liveness)),
       placement_(std::move(placement)),
       messageArea_(nullptr, numRanks) {
@@ -59,9 +60,13 @@ GroupScratch::GroupScratch(int sealedFd, std::size_t rank, std::size_t numRanks,
     throw std::invalid_argument(
         "a group's scratch memory needs 0 <= rank < ranks and buffers of whole lines");
   }
-  memory_ = mapSealed(sealedFd, groupScratchBytes(numRanks, bufferBytes), Mapping::Access::kReadWrite,
-                      "a group's scratch memory");
-  messageArea_ = MessageArea(memory_.data() + boardAndBufferBytes(numRanks, bufferBytes), numRanks);
+  if (numBuffers == 0 || numBuffers % 2 != 0 || numBuffers > kMostBuffers) {
+    throw std::invalid_argument("a group's scratch memory needs 2, 4, ... or 32 buffers for each rank");
+  }
+  memory_ = mapSealed(sealedFd, groupScratchBytes(numRanks, bufferBytes, numBuffers),
+                      Mapping::Access::kReadWrite, "a group's scratch memory");
+  messageArea_ =
+      MessageArea(memory_.data() + boardAndBufferBytes(numRanks, bufferBytes, numBuffers), numRanks);
 }
 
 RankBoard& GroupScratch::board(std::size_t rank) const noexcept {
@@ -69,7 +74,8 @@ RankBoard& GroupScratch::board(std::size_t rank) const noexcept {
 }
 
 std::byte* GroupScratch::bufferOf(std::size_t rank, std::uint32_t round) const noexcept {
-  return memory_.data() + numRanks_ * sizeof(RankBoard) + (2 * rank + round % 2) * bufferBytes_;
+  return memory_.data() + numRanks_ * sizeof(RankBoard) +
+         (numBuffers_ * rank + round % numBuffers_) * bufferBytes_;
 }
 
 bool GroupScratch::hasPublished(std::size_t rank, std::uint32_t round) const noexcept {
@@ -77,12 +83,22 @@ bool GroupScratch::hasPublished(std::size_t rank, std::uint32_t round) const noe
   return static_cast<std::int32_t>(board(rank).round.load(std::memory_order_acquire) - round) >= 0;
 }
 
-void GroupScratch::meet(Deadline deadline) {
+std::byte* GroupScratch::begin(const Extent& extent) noexcept {
+  ++written_;
+  extentOf(rank_, written_) = extent;
+  return bufferOf(rank_, written_);
+}
+
+void GroupScratch::publish() noexcept {
   RankBoard& own = board(rank_);
   // seq_cst, paired with the load of sleepers: either this sees the sleeper, or the sleeper sees the round.
-  own.round.store(round_, std::memory_order_seq_cst);
+  own.round.store(written_, std::memory_order_seq_cst);
   if (own.sleepers.load(std::memory_order_seq_cst) != 0) futexWake(own.round, INT_MAX);
   if (placement_.numNodes() > 1) messageArea_.bridgeBell().ring();
+}
+
+void GroupScratch::meet(Deadline deadline) {
+  read_.fetch_add(1, std::memory_order_relaxed);
   for (std::size_t distance = 1; distance < numRanks_; ++distance) {
     await((rank_ + distance) % numRanks_, deadline);
   }
@@ -90,11 +106,11 @@ void GroupScratch::meet(Deadline deadline) {
 
 void GroupScratch::await(std::size_t rank, Deadline deadline) {
   YieldingSpin spin(kSpin);
-  while (!hasPublished(rank, round_)) {
+  while (!hasPublished(rank, read_)) {
     if (isClosed_.load(std::memory_order_relaxed)) throw std::runtime_error("the group was closed");
     if (spin.yield()) continue;
     sleep(rank, deadline);
-    if (!hasPublished(rank, round_)) check(rank, deadline);
+    if (!hasPublished(rank, read_)) check(rank, deadline);
   }
 }
 
@@ -104,13 +120,13 @@ void GroupScratch::sleep(std::size_t rank, Deadline deadline) {
   const auto limit = std::clamp(left, std::chrono::nanoseconds(0), std::chrono::nanoseconds(kLongestSleep));
   awaited.sleepers.fetch_add(1, std::memory_order_seq_cst);
   const std::uint32_t seen = awaited.round.load(std::memory_order_seq_cst);
-  if (static_cast<std::int32_t>(seen - round_) < 0) futexWait(awaited.round, seen, limit);
+  if (static_cast<std::int32_t>(seen - read_) < 0) futexWait(awaited.round, seen, limit);
   awaited.sleepers.fetch_sub(1, std::memory_order_relaxed);
 }
 
 void GroupScratch::check(std::size_t rank, Deadline deadline) {
   const std::string loss = lossOf(rank);
-  if (hasPublished(rank, round_)) return;  // published before it was lost
+  if (hasPublished(rank, read_)) return;  // published before it was lost
   if (!loss.empty()) throw std::runtime_error(loss);
   if (clock_.now() < deadline) return;
   std::string late;
@@ -145,7 +161,7 @@ void GroupScratch::leave() noexcept {
 }
 
 std::vector<std::size_t> GroupScratch::missing() const {
-  const std::uint32_t round = board(rank_).round.load(std::memory_order_relaxed);
+  const std::uint32_t round = read_.load(std::memory_order_relaxed);
   std::vector<std::size_t> ranks;
   for (std::size_t rank = 0; rank < numRanks_; ++rank) {
     if (!hasPublished(rank, round)) ranks.push_back(rank);

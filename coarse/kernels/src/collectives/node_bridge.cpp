@@ -165,10 +165,10 @@ bool NodeBridge::sendRounds(std::size_t rank) {
 }
 
 void NodeBridge::sendRound(std::size_t rank, std::uint32_t round) {
-  const RankBoard& board = scratch_.board(rank);
   std::byte* const data = scratch_.bufferOf(rank, round);
-  RoundHeader header{
-      {Kind::kRound, {}, narrow(rank), 0, 0, round, 0}, board.headers[round % 2], board.extents[round % 2]};
+  RoundHeader header{{Kind::kRound, {}, narrow(rank), 0, 0, round, 0},
+                     scratch_.headerOf(rank, round),
+                     scratch_.extentOf(rank, round)};
   for (std::size_t link = 0; link < nodeOf_.size(); ++link) {
     Payload payload;
     for (const auto& [begin, end] : rangesFor(nodeOf_[link], header.extent)) {
@@ -321,7 +321,7 @@ void NodeBridge::close(std::size_t, const std::byte* data, const Payload&) {
 void NodeBridge::closeRound(const Header& header, const CallHeader& call) {
   RankBoard& board = scratch_.board(header.a);
   const auto round = static_cast<std::uint32_t>(header.value);
-  board.headers[round % 2] = call;
+  scratch_.headerOf(header.a, round) = call;
   // seq_cst, paired with the load of sleepers: as in GroupScratch::meet().
   board.round.store(round, std::memory_order_seq_cst);
   if (board.sleepers.load(std::memory_order_seq_cst) != 0) futexWake(board.round, INT_MAX);

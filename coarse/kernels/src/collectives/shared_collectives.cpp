@@ -58,6 +58,27 @@ Extent forEach(std::size_t numBytes, std::size_t areaBytes, std::size_t pieceByt
 
 std::byte* at(void* memory, std::size_t offset) { return static_cast<std::byte*>(memory) + offset; }
 
+/// Number of pieces of a tensor; an empty one has one.
+std::size_t numPieces(std::size_t numBytes, std::size_t mostBytes) {
+  return std::max<std::size_t>(1, (numBytes + mostBytes - 1) / mostBytes);
+}
+
+/// A round of a reduction in slices.
+struct SliceRound {
+  std::size_t piece;
+  bool isGather;  // of the slices that were reduced; else the whole piece is given out
+};
+
+/// The rounds of a reduction of `numPieces` pieces: gathering follows `lead` rounds or more after giving out.
+std::vector<SliceRound> sliceRounds(std::size_t numPieces, std::size_t lead) {
+  std::vector<SliceRound> rounds;
+  for (std::size_t i = 0; i < numPieces + lead; ++i) {
+    if (i >= lead) rounds.push_back({i - lead, true});
+    if (i < numPieces) rounds.push_back({i, false});
+  }
+  return rounds;
+}
+
 void copyBytes(void* to, const void* from, std::size_t numBytes) {
   if (numBytes != 0 && to != from) std::memcpy(to, from, numBytes);
 }
@@ -199,13 +220,37 @@ void SharedCollectives::compareHeaders(const Running& running) const {
 
 template <typename Write, typename Read>
 void SharedCollectives::round(Running& running, const Extent& extent, Write write, Read read) {
-  scratch_->begin();
-  scratch_->setExtent(extent);
-  if (!running.isCompared) scratch_->header(rank_) = running.header;
-  write(scratch_->buffer(rank_));
+  writeRound(running, extent, write);
+  readRound(running, read);
+}
+
+template <typename Write>
+void SharedCollectives::writeRound(const Running& running, const Extent& extent, Write write) {
+  std::byte* const buffer = scratch_->begin(extent);
+  if (!running.isCompared) scratch_->setHeader(running.header);
+  write(buffer);
+  scratch_->publish();
+}
+
+template <typename Read>
+void SharedCollectives::readRound(Running& running, Read read) {
   scratch_->meet(running.deadline);
   if (!std::exchange(running.isCompared, true)) compareHeaders(running);
   read();
+}
+
+/// Runs rounds 0, 1, ... of a call, each by write(round), which writes it, and then read(round). Writes up to
+/// `mostAhead` rounds before it reads the first of them, but the second one only after all ranks are known to
+/// make the same call.
+template <typename Write, typename Read>
+void SharedCollectives::inFlight(Running& running, std::size_t numRounds, std::size_t mostAhead, Write write,
+                                 Read read) {
+  std::size_t numWritten = 0;
+  for (std::size_t next = 0; next < numRounds; ++next) {
+    const std::size_t ahead = running.isCompared ? mostAhead : 1;
+    while (numWritten < std::min(numRounds, next + ahead)) write(numWritten++);
+    readRound(running, [&] { read(next); });
+  }
 }
 
 /// Runs rounds that process [0, numBytes) in pieces: write(buffer, offset, bytes), from which others read
@@ -213,14 +258,14 @@ void SharedCollectives::round(Running& running, const Extent& extent, Write writ
 template <typename ExtentOf, typename Write, typename Read>
 void SharedCollectives::inPieces(Running& running, std::size_t numBytes, std::size_t mostBytes,
                                  ExtentOf extentOf, Write write, Read read) {
-  std::size_t offset = 0;
-  do {
-    const std::size_t count = std::min(mostBytes, numBytes - offset);
-    round(
-        running, extentOf(count), [&](std::byte* buffer) { write(buffer, offset, count); },
-        [&] { read(offset, count); });
-    offset += count;
-  } while (offset < numBytes);
+  const auto bytesAt = [&](std::size_t offset) { return std::min(mostBytes, numBytes - offset); };
+  inFlight(
+      running, numPieces(numBytes, mostBytes), scratch_->mostAhead(),
+      [&](std::size_t piece) {
+        const std::size_t offset = piece * mostBytes, count = bytesAt(offset);
+        writeRound(running, extentOf(count), [&](std::byte* buffer) { write(buffer, offset, count); });
+      },
+      [&](std::size_t piece) { read(piece * mostBytes, bytesAt(piece * mostBytes)); });
 }
 
 std::size_t SharedCollectives::areaBytes(const Collective& call) const noexcept {
@@ -262,34 +307,64 @@ void SharedCollectives::reduceDirectly(Running& running, bool isReceiver) {
       });
 }
 
+/// A piece of a tensor, of which each rank reduces a slice.
+struct SharedCollectives::Slices {
+  std::size_t offset;  // of the piece in the tensor
+  std::size_t numBytes;
+  std::size_t sliceBytes;
+
+  std::size_t begin(std::size_t rank) const { return std::min(numBytes, rank * sliceBytes); }
+  std::size_t bytes(std::size_t rank) const { return begin(rank + 1) - begin(rank); }
+};
+
 void SharedCollectives::reduceInSlices(Running& running) {
-  const Collective& call = running.call;
-  const std::size_t slice = areaBytes(call);
+  const std::size_t most = areaBytes(running.call) * numRanks_;
   const std::size_t total = running.header.pieceBytes;
-  for (std::size_t offset = 0; offset < total; offset += slice * numRanks_) {
-    const std::size_t count = std::min(slice * numRanks_, total - offset);
-    const auto begin = [&](std::size_t rank) { return std::min(count, rank * slice); };
-    const auto bytes = [&](std::size_t rank) { return begin(rank + 1) - begin(rank); };
-    const std::size_t own = begin(rank_);
-    round(
-        running, forEach(count, slice, slice),
-        [&](std::byte* buffer) { copyBytes(buffer, at(call.inputs[0], offset), count); },
-        [&] {
-          for (std::size_t rank = 0; rank < numRanks_; ++rank) {
-            terms_[rank] = rank == rank_ ? at(call.inputs[0], offset + own) : scratch_->buffer(rank) + own;
-          }
-          combine(call.element, running.header.combine, terms_.data(), numRanks_,
-                  at(call.outputs[0], offset + own), bytes(rank_) / call.elementBytes);
-        });
-    round(
-        running, forAll(bytes(rank_)),
-        [&](std::byte* buffer) { copyBytes(buffer, at(call.outputs[0], offset + own), bytes(rank_)); },
-        [&] {
-          for (std::size_t rank = 0; rank < numRanks_; ++rank) {
-            if (rank != rank_)
-              copyBytes(at(call.outputs[0], offset + begin(rank)), scratch_->buffer(rank), bytes(rank));
-          }
-        });
+  const std::size_t count = numPieces(total, most);
+  const std::size_t lead = std::min(scratch_->mostAhead(), count);
+  const std::vector<SliceRound> rounds = sliceRounds(count, lead);
+  const auto slicesOf = [&](std::size_t index) {
+    const std::size_t offset = rounds[index].piece * most;
+    return Slices{offset, std::min(most, total - offset), areaBytes(running.call)};
+  };
+  inFlight(
+      running, rounds.size(), lead,
+      [&](std::size_t index) { writeSlices(running, slicesOf(index), rounds[index].isGather); },
+      [&](std::size_t index) {
+        if (rounds[index].isGather) return gatherSlices(running.call, slicesOf(index));
+        reduceSlice(running, slicesOf(index));
+      });
+}
+
+void SharedCollectives::writeSlices(const Running& running, const Slices& piece, bool isGather) {
+  const Collective& call = running.call;
+  if (isGather) {
+    const std::size_t own = piece.bytes(rank_);
+    writeRound(running, forAll(own), [&](std::byte* buffer) {
+      copyBytes(buffer, at(call.outputs[0], piece.offset + piece.begin(rank_)), own);
+    });
+  } else {
+    writeRound(running, forEach(piece.numBytes, piece.sliceBytes, piece.sliceBytes), [&](std::byte* buffer) {
+      copyBytes(buffer, at(call.inputs[0], piece.offset), piece.numBytes);
+    });
+  }
+}
+
+void SharedCollectives::reduceSlice(const Running& running, const Slices& piece) {
+  const Collective& call = running.call;
+  const std::size_t own = piece.begin(rank_);
+  for (std::size_t rank = 0; rank < numRanks_; ++rank) {
+    terms_[rank] = rank == rank_ ? at(call.inputs[0], piece.offset + own) : scratch_->buffer(rank) + own;
+  }
+  combine(call.element, running.header.combine, terms_.data(), numRanks_,
+          at(call.outputs[0], piece.offset + own), piece.bytes(rank_) / call.elementBytes);
+}
+
+void SharedCollectives::gatherSlices(const Collective& call, const Slices& piece) {
+  for (std::size_t rank = 0; rank < numRanks_; ++rank) {
+    if (rank == rank_) continue;
+    copyBytes(at(call.outputs[0], piece.offset + piece.begin(rank)), scratch_->buffer(rank),
+              piece.bytes(rank));
   }
 }
 

@@ -37,6 +37,9 @@ enum class Departure : std::uint32_t {
   kUnreachable = 3,  // the connection to its node ended
 };
 
+/// Most buffers of a rank.
+constexpr std::size_t kMostBuffers = 32;
+
 /// One rank's progress, for the others. Only its rank writes it, except for `sleepers`; the bridge
 /// (node_bridge.hpp) writes that of a rank of another node.
 struct alignas(128) RankBoard {
@@ -44,14 +47,16 @@ struct alignas(128) RankBoard {
   std::atomic<std::uint32_t> sleepers{0};  // number of sleepers on `round`
   std::atomic<Departure> departure{Departure::kNone};
   std::uint32_t reserved = 0;
-  CallHeader headers[2];  // of the calls that began in an even and in an odd round
-  Extent extents[2];      // of the last even and odd round
+  // Of the last rounds, by the buffer that they use. A header is that of a call in its first round.
+  CallHeader headers[kMostBuffers];
+  Extent extents[kMostBuffers];
 };
 static_assert(sizeof(CallHeader) == 104);
-static_assert(sizeof(RankBoard) == 256);
+static_assert(sizeof(RankBoard) == 3968);
 
-/// Bytes of the scratch memory of `numRanks` ranks with buffers of `bufferBytes` each, messages included.
-std::size_t groupScratchBytes(std::size_t numRanks, std::size_t bufferBytes);
+/// Bytes of the scratch memory of `numRanks` ranks with `numBuffers` buffers of `bufferBytes` each, messages
+/// included.
+std::size_t groupScratchBytes(std::size_t numRanks, std::size_t bufferBytes, std::size_t numBuffers = 2);
 
 /// Finds lost ranks without blocking.
 class Liveness {
@@ -73,21 +78,26 @@ class Liveness {
 /// Scratch memory shared by the ranks of a group, through which they work in *rounds*: each rank writes into
 /// its own buffer, publishes, waits until all others have published the round, and reads their buffers.
 ///
-/// Each rank has two buffers, used in turn. Round r may write buffer r % 2 without any further wait: to pass
-/// round r - 1, every rank must have published it, and it did so after it had read round r - 2.
+/// A rank may write up to mostAhead() rounds before it reads the first of them, so that they are on the way
+/// to other nodes together. It has twice as many buffers, used in turn, and may write without any further
+/// wait: with a = mostAhead(), it writes round r after it has read round r - a, so every rank has published
+/// round r - a, which it did after it had read round r - 2a, the last one of the same buffer.
 ///
 /// Thread safety: one caller at a time; leave() and missing() from any thread.
 class GroupScratch {
  public:
   using Deadline = Clock::time_point;  // by this object's clock
 
+  /// @param numBuffers of each rank: even, and kMostBuffers at most.
   /// @throws std::invalid_argument if the memory does not fit `numRanks` ranks with such buffers.
   GroupScratch(int sealedFd, std::size_t rank, std::size_t numRanks, std::size_t bufferBytes,
-               Liveness liveness, Placement placement = {});
+               Liveness liveness, Placement placement = {}, std::size_t numBuffers = 2);
 
   std::size_t rank() const noexcept { return rank_; }
   std::size_t numRanks() const noexcept { return numRanks_; }
   std::size_t bufferBytes() const noexcept { return bufferBytes_; }
+  /// Number of rounds that a rank may write before it reads the first of them.
+  std::size_t mostAhead() const noexcept { return numBuffers_ / 2; }
 
   const Placement& placement() const noexcept { return placement_; }
   /// Whether `rank` shares this memory.
@@ -96,16 +106,19 @@ class GroupScratch {
   /// The deadline of waits in rounds that begin now.
   Deadline deadlineIn(std::chrono::milliseconds limit) noexcept { return clock_.in(limit); }
 
-  /// Begins the next round; the rank's own buffer may be written from now on.
-  void begin() noexcept { ++round_; }
-  std::byte* buffer(std::size_t rank) const noexcept { return bufferOf(rank, round_); }
-  CallHeader& header(std::size_t rank) const noexcept { return board(rank).headers[round_ % 2]; }
-  /// Sets the part of the buffer that this rank writes in this round.
-  void setExtent(const Extent& extent) noexcept { board(rank_).extents[round_ % 2] = extent; }
+  /// Begins to write the next round, of which other ranks read `extent`. @returns the buffer for it.
+  std::byte* begin(const Extent& extent) noexcept;
+  /// Sets the header of the call whose first round is being written.
+  void setHeader(const CallHeader& header) noexcept { headerOf(rank_, written_) = header; }
+  /// Ends the writing of this round.
+  void publish() noexcept;
 
-  /// Ends the writing of this round, and waits until all other ranks have done the same.
+  /// Goes on to read the next round: waits until all other ranks have published it.
   /// @throws std::runtime_error that names the missing rank: late, gone or left.
   void meet(Deadline deadline);
+  /// What `rank` has written in the round that is being read.
+  const std::byte* buffer(std::size_t rank) const noexcept { return bufferOf(rank, read_); }
+  const CallHeader& header(std::size_t rank) const noexcept { return headerOf(rank, read_); }
 
   /// Why `rank` will send nothing more; "" if it may.
   std::string lossOf(std::size_t rank) const;
@@ -120,12 +133,18 @@ class GroupScratch {
   /// Announces that this rank sends nothing more, and ends its meet(). Idempotent.
   void leave() noexcept;
 
-  /// Ranks that have not published the round that this one published last.
+  /// Ranks that have not published the round that this one waits for.
   std::vector<std::size_t> missing() const;
 
   // For the bridge to other nodes.
   RankBoard& board(std::size_t rank) const noexcept;
   std::byte* bufferOf(std::size_t rank, std::uint32_t round) const noexcept;
+  CallHeader& headerOf(std::size_t rank, std::uint32_t round) const noexcept {
+    return board(rank).headers[round % numBuffers_];
+  }
+  Extent& extentOf(std::size_t rank, std::uint32_t round) const noexcept {
+    return board(rank).extents[round % numBuffers_];
+  }
   bool isGone(std::size_t rank) const noexcept { return liveness_.isGone(rank); }
 
  private:
@@ -138,10 +157,12 @@ class GroupScratch {
   std::size_t rank_;
   std::size_t numRanks_;
   std::size_t bufferBytes_;
+  std::size_t numBuffers_;
   Liveness liveness_;
   Placement placement_;
   MessageArea messageArea_;
-  std::uint32_t round_ = 0;
+  std::uint32_t written_ = 0;           // the round written last
+  std::atomic<std::uint32_t> read_{0};  // the round that is waited for, or read; missing() may look at it
   AttendedClock clock_;
   std::atomic<bool> isClosed_{false};
 };

@@ -21,8 +21,8 @@ namespace coarse {
 /// other nodes would have written it. So collectives and messages are the same on one node and on many, to
 /// the last bit.
 ///
-/// Received data always has room: a rank overwrites its buffer of a round only after all ranks have published
-/// the round before, and a channel only after its bytes were taken, on any node. So the receiving thread
+/// Received data always has room: a rank overwrites a buffer only after all ranks have read it, and a channel
+/// only after its bytes were taken, on any node. So the receiving thread
 /// never waits, and no two nodes can wait for each other's sending.
 ///
 /// Belongs to the leader of a node, and has a thread that sends and one that receives.

@@ -18,7 +18,7 @@ namespace coarse {
 ///
 /// A tensor of any size passes through the buffers in pieces that stay in a processor's cache. Each rank
 /// copies its piece in, and reads the others' buffers straight into the result, so that every tensor crosses
-/// main memory once.
+/// main memory once. Over nodes, several pieces are on their way at a time (GroupScratch::mostAhead()).
 class SharedCollectives final : public Collectives {
  public:
   /// @param scratch of the group, used by this object alone.
@@ -44,11 +44,18 @@ class SharedCollectives final : public Collectives {
  private:
   using Deadline = GroupScratch::Deadline;
   struct Running;
+  struct Slices;
 
   void dispatch(Running& running);
   void compareHeaders(const Running& running) const;
   template <typename Write, typename Read>
   void round(Running& running, const Extent& extent, Write write, Read read);
+  template <typename Write>
+  void writeRound(const Running& running, const Extent& extent, Write write);
+  template <typename Read>
+  void readRound(Running& running, Read read);
+  template <typename Write, typename Read>
+  void inFlight(Running& running, std::size_t numRounds, std::size_t mostAhead, Write write, Read read);
   template <typename ExtentOf, typename Write, typename Read>
   void inPieces(Running& running, std::size_t numBytes, std::size_t mostBytes, ExtentOf extentOf, Write write,
                 Read read);
@@ -56,6 +63,9 @@ class SharedCollectives final : public Collectives {
   void broadcast(Running& running);
   void reduceDirectly(Running& running, bool isReceiver);
   void reduceInSlices(Running& running);
+  void writeSlices(const Running& running, const Slices& piece, bool isGather);
+  void reduceSlice(const Running& running, const Slices& piece);
+  void gatherSlices(const Collective& call, const Slices& piece);
   void allGather(Running& running, bool isReceiver);
   void reduceScatter(Running& running);
   void scatter(Running& running);
