@@ -4,14 +4,16 @@
 ///     frame_delay BITS_PER_S DELAY_US LOSS QUEUE_BYTES NAMESPACE...
 ///
 /// Makes a TAP interface `cable` in each namespace of /run/netns and prints "ready". A frame waits until the
-/// cable to its receiver has carried the frames before it, at BITS_PER_S, and then for the delay. LOSS is the
-/// probability that a frame is lost. If more than QUEUE_BYTES wait for a cable, further frames to it are
-/// dropped. Frames may be as long as those that TCP gives a network card to divide: 64 KiB. SIGTERM and the
-/// end of the parent end it.
+/// cable to its receiver has carried the frames before it, at BITS_PER_S, and then for the delay. If more
+/// than QUEUE_BYTES wait for a cable, further frames to it are dropped. Frames may be as long as those that
+/// TCP gives a network card to divide into segments: 64 KiB. LOSS is the probability that a segment is lost.
+/// SIGTERM and the end of the parent end the process.
 
+#include <arpa/inet.h>
 #include <fcntl.h>
 #include <linux/if_tun.h>
 #include <net/if.h>
+#include <netinet/in.h>
 #include <poll.h>
 #include <sched.h>
 #include <signal.h>
@@ -41,6 +43,7 @@ using Nanoseconds = std::int64_t;
 using Address = std::array<char, 6>;
 
 constexpr std::size_t kHeaderBytes = 10;  // of virtio_net_hdr, which says how a frame is to be divided
+constexpr std::size_t kEthernetBytes = 14;
 constexpr std::size_t kMostBytes = (std::size_t{1} << 16) + 128;
 constexpr std::size_t kMovedBytes =
     kMostBytes / 2;  // shorter frames are copied, so that they take little memory
@@ -76,6 +79,86 @@ int openCable(const std::string& name) {
   return tap;
 }
 
+template <typename Number>
+Number get(const char* at) {
+  Number value;
+  std::memcpy(&value, at, sizeof(value));
+  return value;
+}
+
+template <typename Number>
+void set(char* at, Number value) {
+  std::memcpy(at, &value, sizeof(value));
+}
+
+/// Sum of 16-bit words in ones' complement, of an even number of bytes.
+std::uint16_t sumWords(const char* begin, const char* end, std::uint32_t sum = 0) {
+  for (; begin < end; begin += 2) sum += get<std::uint16_t>(begin);
+  while (sum >> 16) sum = (sum & 0xffff) + (sum >> 16);
+  return static_cast<std::uint16_t>(sum);
+}
+
+/// The segments into which a network card would divide a frame of TCP over IPv4; one if it would not.
+class Segments {
+ public:
+  /// `frame` begins with virtio_net_hdr, of which every number is in this machine's order.
+  Segments(const char* frame, std::size_t size) : frame_(frame), size_(size) {
+    constexpr char kTcpOverIp4 = 1, kMarked = '\x80';
+    if ((frame[1] & ~kMarked) != kTcpOverIp4) return;
+    ip_ = kHeaderBytes + kEthernetBytes;
+    tcp_ = kHeaderBytes + get<std::uint16_t>(frame + 6);
+    payload_ = tcp_ + 4 * (static_cast<unsigned char>(frame[tcp_ + 12]) >> 4);
+    segmentBytes_ = get<std::uint16_t>(frame + 4);
+    count_ = (size - payload_ + segmentBytes_ - 1) / segmentBytes_;
+  }
+
+  std::size_t count() const { return count_; }
+
+  /// Writes a frame of the segments from `begin` on, before `end`; returns its size.
+  std::size_t cut(std::size_t begin, std::size_t end, char* frame) const {
+    const std::size_t offset = begin * segmentBytes_;
+    const std::size_t length = std::min(size_ - payload_, end * segmentBytes_) - offset;
+    std::memcpy(frame, frame_, payload_);
+    std::memcpy(frame + payload_, frame_ + payload_ + offset, length);
+    if (length <= segmentBytes_) {
+      frame[1] = 0;
+      set<std::uint16_t>(frame + 4, 0);
+    }
+    writeIp(frame + ip_, payload_ - ip_ + length, begin);
+    writeTcp(frame, length, offset, end == count_);
+    return payload_ + length;
+  }
+
+ private:
+  void writeIp(char* ip, std::size_t bytes, std::size_t begin) const {
+    set(ip + 2, htons(static_cast<std::uint16_t>(bytes)));
+    set(ip + 4, htons(static_cast<std::uint16_t>(ntohs(get<std::uint16_t>(ip + 4)) + begin)));
+    set<std::uint16_t>(ip + 10, 0);
+    set(ip + 10, static_cast<std::uint16_t>(~sumWords(ip, ip + (tcp_ - ip_))));
+  }
+
+  /// Like the kernel, leaves the checksum with the sum of addresses, protocol and length: the rest is not
+  /// sent.
+  void writeTcp(char* frame, std::size_t length, std::size_t offset, bool isLast) const {
+    char* tcp = frame + tcp_;
+    set(tcp + 4, htonl(ntohl(get<std::uint32_t>(tcp + 4)) + static_cast<std::uint32_t>(offset)));
+    constexpr char kFinAndPush = 0x09, kCongestionReduced = '\x80';
+    if (!isLast) tcp[13] &= static_cast<char>(~kFinAndPush);
+    if (offset) tcp[13] &= static_cast<char>(~kCongestionReduced);
+    const auto bytes = htons(static_cast<std::uint16_t>(payload_ - tcp_ + length));
+    const char* addresses = frame + ip_ + 12;
+    set(tcp + 16, sumWords(addresses, addresses + 8, std::uint32_t{htons(IPPROTO_TCP)} + bytes));
+  }
+
+  const char* frame_;
+  std::size_t size_;
+  std::size_t ip_ = 0;
+  std::size_t tcp_ = 0;
+  std::size_t payload_ = 0;
+  std::size_t segmentBytes_ = 0;
+  std::size_t count_ = 1;
+};
+
 struct Frame {
   std::unique_ptr<char[]> bytes;
   std::size_t size;
@@ -95,7 +178,8 @@ class Switch {
       : nanosecondsPerByte_(8e9 / bitsPerSecond),
         delay_(delay),
         longestWait_(static_cast<Nanoseconds>(queueBytes * nanosecondsPerByte_)),
-        isLost_(loss) {}
+        loss_(loss),
+        passedUntilLoss_(untilLoss()) {}
 
   void connect(const std::string& name) {
     ports_.emplace_back();
@@ -138,9 +222,36 @@ class Switch {
       if (size <= static_cast<ssize_t>(kHeaderBytes + 2 * sizeof(Address))) return;
       std::memcpy(ports_[from].address.data(), buffer_.get() + kHeaderBytes + sizeof(Address),
                   sizeof(Address));
-      if (isLost_(random_)) continue;
-      pass(from, static_cast<std::size_t>(size));
+      passSegments(from, static_cast<std::size_t>(size));
     }
+  }
+
+  /// Passes what is not lost of the frame in buffer_.
+  void passSegments(std::size_t from, std::size_t size) {
+    const std::size_t count = Segments(buffer_.get(), size).count();
+    if (count <= passedUntilLoss_) {
+      passedUntilLoss_ -= count;
+      return pass(from, size);
+    }
+    std::unique_ptr<char[]> whole = std::move(buffer_);
+    const Segments segments(whole.get(), size);
+    for (std::size_t begin = 0; begin < count;) {
+      const std::size_t end = std::min<std::uint64_t>(count, begin + passedUntilLoss_);
+      if (end > begin) passCut(from, segments, begin, end);
+      passedUntilLoss_ = end < count ? untilLoss() : passedUntilLoss_ - (end - begin);
+      begin = end + 1;
+    }
+    keep(std::move(whole));
+  }
+
+  void passCut(std::size_t from, const Segments& segments, std::size_t begin, std::size_t end) {
+    if (!buffer_) buffer_ = takeBuffer();
+    pass(from, segments.cut(begin, end, buffer_.get()));
+  }
+
+  /// Number of segments before the next one that is lost.
+  std::uint64_t untilLoss() {
+    return loss_ > 0 ? std::geometric_distribution<std::uint64_t>(loss_)(random_) : UINT64_MAX;
   }
 
   /// Queues the frame in buffer_ for its receiver, or for all others if the receiver is not known.
@@ -183,10 +294,13 @@ class Switch {
         port.waiting.pop_front();
         if (write(port.tap, frame.bytes.get(), frame.size) < 0 && errno == EBADFD)
           fail("a namespace is gone");
-        if (frame.size > kMovedBytes && spare_.size() < kMostSpareBuffers)
-          spare_.push_back(std::move(frame.bytes));
+        if (frame.size > kMovedBytes) keep(std::move(frame.bytes));
       }
     }
+  }
+
+  void keep(std::unique_ptr<char[]> buffer) {
+    if (spare_.size() < kMostSpareBuffers) spare_.push_back(std::move(buffer));
   }
 
   std::unique_ptr<char[]> takeBuffer() {
@@ -199,8 +313,9 @@ class Switch {
   double nanosecondsPerByte_;
   Nanoseconds delay_;
   Nanoseconds longestWait_;
-  std::bernoulli_distribution isLost_;
+  double loss_;
   std::mt19937_64 random_{1};
+  std::uint64_t passedUntilLoss_;
   std::deque<Port> ports_;
   std::unique_ptr<char[]> buffer_;
   std::vector<std::unique_ptr<char[]>> spare_;

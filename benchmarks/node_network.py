@@ -182,7 +182,7 @@ def connected_nodes(link: Link, num_nodes: int, *, forwarder: Path | None = None
         else:
             stack.enter_context(_bridge(link, names))
         for node, name in enumerate(names):
-            _set_up(name, address_of(node), link)
+            _set_up(name, address_of(node), link, is_divided=bool(link.loss_percent) and forwarder is None)
         yield names
 
 
@@ -214,10 +214,12 @@ class Networks:
         return NETEM if self._has_netem else PROCESS
 
 
-def _set_up(name: str, address: str, link: Link) -> None:
-    """A node's own end of its cable. TCP does not remember there what earlier connections have learned."""
-    # A frame that TCP leaves to the network card to divide would be lost as a whole.
-    segments = "gso_max_segs 1 " if link.loss_percent else ""
+def _set_up(name: str, address: str, link: Link, *, is_divided: bool) -> None:
+    """A node's own end of its cable. TCP does not remember there what earlier connections have learned.
+
+    With `is_divided` TCP leaves no long frames to the network card to divide, which netem would lose as a whole.
+    """
+    segments = "gso_max_segs 1 " if is_divided else ""
     _ip(f"-n {name} link set {INTERFACE} {segments}txqueuelen 10000 up")
     _ip(f"-n {name} link set lo up")
     _ip(f"-n {name} addr add {address}/24 dev {INTERFACE}")

@@ -42,6 +42,10 @@ def best(record: Record, names: Iterable[str]) -> str | None:
     return min(measured, key=lambda name: time_ms(record, name), default=None)
 
 
+def _has_failed(record: Record, names: Iterable[str]) -> bool:
+    return any(name in record["failures"] for name in names)
+
+
 def limit_ms(record: Record) -> float:
     """The time of a cable for what a node must send, and receive, in any all-reduce of the gradients in float32.
 
@@ -70,6 +74,8 @@ def verdict(record: Record) -> str:
 
 def _judge_step(record: Record) -> Iterator[str]:
     gloo, coarse_ms = best(record, GLOO), time_ms(record, "coarse")
+    if gloo is None and _has_failed(record, GLOO):
+        yield "gloo failed"
     if gloo is not None:
         excess = coarse_ms / time_ms(record, gloo) - 1
         if excess > noise(record, "coarse", gloo):
@@ -92,6 +98,8 @@ def _bound_ms(record: Record) -> float:
 
 def _judge_all_reduce(record: Record) -> Iterator[str]:
     peer = best(record, ("gloo", *MPICH))
+    if peer is None and _has_failed(record, ("gloo", *MPICH)):
+        yield "gloo and MPICH failed"
     if peer is not None:
         ratio = time_ms(record, "coarse") / time_ms(record, peer)
         if ratio > ALL_REDUCE_AIM:
@@ -112,7 +120,7 @@ def times(record: Record) -> dict[str, str]:
 def _time(record: Record, names: Sequence[str]) -> str:
     name = best(record, names)
     if name is None:
-        return "failed" if any(each in record["failures"] for each in names) else ""
+        return "failed" if _has_failed(record, names) else ""
     rounds_ms = record["rounds_ms"][name]
     extremes = f" ({_figure(min(rounds_ms))}-{_figure(max(rounds_ms))})" if len(rounds_ms) > 1 else ""
     return _figure(time_ms(record, name)) + extremes

@@ -90,8 +90,8 @@ class Progress:
         self._num_done += 1
         left_s = (time.monotonic() - self._begin_s) / self._num_done * (self._num_cases - self._num_done)
         left = f"{self._num_done} of {self._num_cases}, about {_duration(left_s)} left"
-        figures = ", ".join(f"{title} {text} ms" for title, text in times(record).items() if text)
-        print(f"[{left}] {case}: {figures}; limit {limit_ms(record):.3g} ms: {verdict(record)}", flush=True)
+        figures = ", ".join(f"{title} {text}" for title, text in times(record).items() if text)
+        print(f"[{left}] {case}, ms: {figures}; limit {limit_ms(record):.3g}: {verdict(record)}", flush=True)
 
 
 def _duration(seconds: float) -> str:

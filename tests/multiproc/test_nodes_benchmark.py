@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -78,7 +79,7 @@ def test_the_smallest_case(tmp_path):
         assert rounds_ms[0] > limit_ms / 2, name
     assert all(time_ms > 0 for (time_ms,) in step["rounds_ms"].values())
     assert 0.5e9 < step["link_bits_per_s"] < 1.1e9
-    assert re.search(r"\[1 of 2, about .* left\] 1gbit, 0 ms, 2 x 1, step of 1 MiB: COARSE", printed)
+    assert re.search(r"\[1 of 2, about .* left\] 1gbit, 0 ms, 2 x 1, step of 1 MiB, ms: COARSE", printed)
     assert "| 2 x 1 | all_reduce | 1 MiB |" in printed
 
 
@@ -115,15 +116,36 @@ def test_cables_lose_frames(networks):
     assert 1500 < received < 1700  # 1600 of 2000, by five standard deviations
 
 
-def socket_in(name):
-    """A datagram socket of a namespace; only a thread of its own moves there."""
+def test_lost_segments_of_long_frames_are_sent_again_and_leave_no_trace(networks):
+    link = Link(rate="1gbit", delay_ms=1, loss_percent=1)
+    sent = os.urandom(30_000_000)
+    with networks(link).nodes(link, 2) as names:
+        listener = socket_in(names[1], socket.SOCK_STREAM)
+        with listener, socket_in(names[0], socket.SOCK_STREAM) as sender:
+            listener.listen()
+            sender.connect((node_network.address_of(1), listener.getsockname()[1]))
+            receiver, _ = listener.accept()
+            with receiver:
+                thread = threading.Thread(target=sender.sendall, args=(sent,))
+                thread.start()
+                received = receiver.recv(len(sent), socket.MSG_WAITALL)
+                thread.join()
+            segments_sent_again = struct.unpack_from(
+                "I", sender.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104), 100
+            )
+    assert received == sent
+    assert 140 < segments_sent_again[0] < 600  # of 20 700
+
+
+def socket_in(name, kind=socket.SOCK_DGRAM):
+    """A socket of a namespace; only a thread of its own moves there."""
     made = []
 
     def make():
         node_network.enter_namespace(name)
-        made.append(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+        made.append(socket.socket(socket.AF_INET, kind))
         made[0].bind(("", 0))
-        made[0].settimeout(0.05)
+        made[0].settimeout(LIMIT_S)
 
     thread = threading.Thread(target=make)
     thread.start()
@@ -136,6 +158,7 @@ def send_some(sender, receiver, address, count):
     for _ in range(count):
         sender.sendto(b"x", address)
     received = 0
+    receiver.settimeout(0.05)
     try:
         while received < count:
             received += len(receiver.recv(1))
@@ -149,6 +172,6 @@ def test_a_process_that_cannot_delay_says_why(tmp_path):
     program = node_network.compile_forwarder(tmp_path)
     with (
         pytest.raises(NetworkError, match=r"ended with code 1: frame_delay: /run/netns/no-such"),
-        node_network._forwarder(program, link, ["no-such"]),
+        node_network._forwarder(program, link, ["no-such", "no-other"]),
     ):
         pass

@@ -202,6 +202,9 @@ def test_failures_are_told():
     failed = record(failures=["coarse", "mpich"], gloo=[100.0])
     assert node_table.verdict(failed) == "coarse failed"
     assert node_table.times(failed)["MPICH"] == "failed"
+    assert node_table.verdict(record(nbytes=MIB, failures=["gloo"], coarse=[9.0])) == "gloo failed"
+    no_peer = record("all_reduce", failures=["gloo", "mpich"], coarse=[9.0])
+    assert node_table.verdict(no_peer) == "gloo and MPICH failed"
 
 
 # ---- table ----
