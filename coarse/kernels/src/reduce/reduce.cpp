@@ -4,6 +4,7 @@
 #include <cassert>
 #include <cstring>
 
+#include "coarse/reduce/compression.hpp"
 #include "coarse/reduce/update.hpp"
 #include "reduce_table.inc"
 
@@ -102,6 +103,15 @@ void update(const UpdateSettings& settings, DType dtype, const UpdateArrays& arr
             std::uint32_t divisor) noexcept {
   const auto kernel = kernels().update[index(dtype)];
   if (kernel != nullptr) kernel(settings, arrays, divisor);
+}
+
+float quantizeBlock(const float* values, float* residual, std::size_t numElements, std::int8_t* codes,
+                    float* rounded) noexcept {
+  return kernels().quantize(values, residual, numElements, codes, rounded);
+}
+
+void dequantizeBlock(const std::int8_t* codes, float scale, std::size_t numElements, float* out) noexcept {
+  kernels().dequantize(codes, scale, numElements, out);
 }
 
 const char* instructionSet() noexcept { return kernels().name; }
