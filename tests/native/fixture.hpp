@@ -160,9 +160,10 @@ struct ClusterShape {
   std::size_t numDevices = 1;
   std::size_t numSyncCores = 1;
   Scheduling scheduling = Scheduling::kQueues;
-  bool isDeferred = false;  // memory devices have others compute (deferred_memory.hpp)
-  bool hasReplica = false;  // of groups with an optimizer, at device 1
-  bool hasEpochs = false;   // newcomers may take the places of lost clients
+  bool isDeferred = false;                       // memory devices have others compute (deferred_memory.hpp)
+  bool hasReplica = false;                       // of groups with an optimizer, at device 1
+  bool hasEpochs = false;                        // newcomers may take the places of lost clients
+  Compression compression = Compression::kNone;  // of gradients between nodes
 };
 
 template <std::size_t numClients, std::size_t numDevices, std::size_t numSyncCores>
@@ -380,7 +381,7 @@ class Cluster {
   struct GroupMemory {
     GroupMemory(const GroupPlan& plan, NodeIndex index, const ClusterShape& shape)
         : control(GroupControl::numBytes(plan.shards.size(), plan.numClients)),
-          nodeSegment(NodeSegment::numBytes(plan, index, shape.isDeferred)),
+          nodeSegment(NodeSegment::numBytes(plan, index, shape.isDeferred, shape.compression)),
           parameters(plan.hasOptimizer ? plan.parameterBytes() : 1),
           states(std::max<std::size_t>(plan.keptBytes(), 1)),
           snapshotRequest(sizeof(SnapshotRequest)),
@@ -440,6 +441,7 @@ class Cluster {
     config.scheduling = shape_.scheduling;
     config.exchangeLogsFd = shared_.exchangeLogs.fd;
     config.metrics = metrics().device(device);
+    config.nodeCompression = shape_.compression;
     if (shape_.hasEpochs) config.epochsFd = shared_.epochs.fd;
     if (linkTable_ != nullptr) {
       config.linkTableFd = linkTable_->fd;

@@ -4,6 +4,7 @@
 #include <sys/socket.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <iterator>
 #include <limits>
@@ -12,6 +13,7 @@
 #include <numeric>
 #include <optional>
 #include <stdexcept>
+#include <tuple>
 #include <vector>
 
 #include "coarse/node/tcp_transport.hpp"
@@ -372,6 +374,247 @@ INSTANTIATE_TEST_SUITE_P(Shapes, SeveralNodesWithOptimizer, kShapes,
 INSTANTIATE_TEST_SUITE_P(Shapes, SeveralNodes, kShapes,
                          [](const auto& info) { return std::string(info.param.name); });
 
+// ---- gradients that are compressed between nodes ----
+
+std::string nameOf(Compression compression) {
+  const char* const names[] = {"None", "BFloat16", "Float16", "Int8"};
+  return names[static_cast<int>(compression)];
+}
+
+constexpr std::uint32_t kGradientElements = 5000;
+constexpr double kLargestGradient = 0.05;
+
+/// Every worker pushes gradients of one tensor of float32 means, beside tensors of other kinds.
+class CompressedNodes : public testing::TestWithParam<std::tuple<NodesShape, Compression>> {
+ protected:
+  static std::vector<ClusterShape> shapes() {
+    std::vector<ClusterShape> shapes = std::get<0>(GetParam()).shapes;
+    for (ClusterShape& shape : shapes) shape.compression = std::get<1>(GetParam());
+    return shapes;
+  }
+  static GroupPlan gradients(std::vector<TensorSpec> tensors) {
+    GroupPlan plan = makePlan(1, 1, tensors, kShardElements);
+    plan.areGradients = true;
+    return plan;
+  }
+  /// One step of tensor 0. @returns the bits that each worker has pulled.
+  static std::vector<std::vector<float>> step(Nodes& nodes, const std::vector<std::vector<float>>& given) {
+    std::vector<std::vector<float>> taken(nodes.numWorkers(), std::vector<float>(kGradientElements));
+    together(nodes.numWorkers(), [&](std::size_t rank) {
+      Client& worker = nodes.worker(rank);
+      ASSERT_EQ(worker.push(1, 0, kPresent, given[rank].data()), WaitStatus::kDone);
+      ASSERT_EQ(worker.pull(1, 0, taken[rank].data(), kPatienceSeconds), WaitStatus::kDone);
+    });
+    return taken;
+  }
+  static std::vector<std::vector<float>> gradientsOf(std::size_t numWorkers, std::size_t number) {
+    std::vector<std::vector<float>> given(numWorkers, std::vector<float>(kGradientElements));
+    for (std::size_t rank = 0; rank < numWorkers; ++rank) {
+      for (std::size_t i = 0; i < kGradientElements; ++i) {
+        const std::size_t mixed = (i * 7919 + rank * 104729 + number * 1299709) % 100003;
+        given[rank][i] = static_cast<float>(kLargestGradient * (static_cast<double>(mixed) / 50001.5 - 1));
+      }
+    }
+    return given;
+  }
+  static double meanOf(const std::vector<std::vector<float>>& given, std::size_t i) {
+    double sum = 0;
+    for (const std::vector<float>& each : given) sum += each[i];
+    return sum / static_cast<double>(given.size());
+  }
+  /// Bytes that memory devices have received from other nodes.
+  static std::uint64_t receivedBytes(Nodes& nodes, std::size_t numNodes) {
+    std::uint64_t sum = 0;
+    for (std::size_t node = 0; node < numNodes; ++node) {
+      for (std::size_t device = 0; device < nodes.node(node).shape().numDevices; ++device)
+        sum += nodes.node(node).metrics().device(device).read(Metric::kNodeReceivedBytes);
+    }
+    return sum;
+  }
+  const std::vector<TensorSpec> tensor_{{kGradientElements, DType::kFloat32, ReduceOp::kMean}};
+};
+
+TEST_P(CompressedNodes, GiveEveryWorkerTheSameBitsInEveryRunNearTheMean) {
+  std::vector<Bytes> runs;
+  for (int run = 0; run < 2; ++run) {
+    Nodes nodes(shapes());
+    nodes.start().addGroup(gradients(tensor_));
+    Bytes seen;
+    for (std::size_t number = 1; number <= 4; ++number) {
+      const auto given = gradientsOf(nodes.numWorkers(), number);
+      const auto taken = step(nodes, given);
+      for (const std::vector<float>& each : taken)
+        ASSERT_EQ(std::memcmp(each.data(), taken[0].data(), kGradientElements * sizeof(float)), 0);
+      for (std::size_t i = 0; i < kGradientElements; ++i)
+        ASSERT_NEAR(taken[0][i], meanOf(given, i), 3 * kLargestGradient / 127) << i << " of step " << number;
+      const auto* const bytes = reinterpret_cast<const std::byte*>(taken[0].data());
+      seen.insert(seen.end(), bytes, bytes + kGradientElements * sizeof(float));
+    }
+    runs.push_back(std::move(seen));
+  }
+  EXPECT_TRUE(runs[0] == runs[1]);
+}
+
+TEST_P(CompressedNodes, PassOnWhatIsNotFinite) {
+  Nodes nodes(shapes());
+  nodes.start().addGroup(gradients(tensor_));
+  for (std::size_t number = 1; number <= 3; ++number) {
+    auto given = gradientsOf(nodes.numWorkers(), number);
+    if (number == 2) {
+      given.front()[7] = std::numeric_limits<float>::infinity();
+      given.back()[450] = -std::numeric_limits<float>::infinity();
+      given.back()[999] = std::numeric_limits<float>::quiet_NaN();
+    }
+    const auto taken = step(nodes, given);
+    for (const std::vector<float>& each : taken) {
+      for (std::size_t i = 0; i < kGradientElements; ++i) {
+        const double mean = meanOf(given, i);
+        if (std::isfinite(mean)) {
+          ASSERT_NEAR(each[i], mean, 3 * kLargestGradient / 126) << i << " of step " << number;
+        } else {
+          ASSERT_TRUE(std::isnan(mean) ? std::isnan(each[i]) : each[i] == mean) << i;
+        }
+      }
+    }
+  }
+}
+
+TEST_P(CompressedNodes, LeaveWhatTheyNeedNotRoundAsItIs) {
+  std::vector<TensorSpec> tensors;
+  for (const TensorSpec& each : variousTensors()) {
+    if (each.dtype != DType::kFloat32 || each.op != ReduceOp::kMean) tensors.push_back(each);
+  }
+  Nodes nodes(shapes());
+  nodes.start().addGroup(gradients(tensors));
+  nodes.addGroup(makePlan(2, 1, tensor_, kShardElements));  // means that are no gradients
+  std::vector<std::size_t> everyone(nodes.numWorkers());
+  std::iota(everyone.begin(), everyone.end(), std::size_t{0});
+  together(nodes.numWorkers(), [&](std::size_t rank) {
+    Client& worker = nodes.worker(rank);
+    const auto check = [&](std::uint32_t group, std::uint32_t tensor, const TensorSpec& spec) {
+      Bytes data = contribution(spec.dtype, spec.numElements, rank, 1);
+      ASSERT_EQ(worker.push(group, tensor, kPresent, data.data()), WaitStatus::kDone);
+      ASSERT_EQ(worker.pull(group, tensor, data.data(), kPatienceSeconds), WaitStatus::kDone);
+      ASSERT_TRUE(data == result(spec.dtype, spec.op, spec.numElements, everyone, 1,
+                                 static_cast<std::uint32_t>(everyone.size())))
+          << "tensor " << tensor << " of group " << group;
+    };
+    for (std::uint32_t tensor = 0; tensor < tensors.size(); ++tensor) check(1, tensor, tensors[tensor]);
+    check(2, 0, tensor_[0]);
+  });
+}
+
+TEST_P(CompressedNodes, SendFewerBytes) {
+  const auto receivedOf = [&](const GroupPlan& plan) {
+    Nodes nodes(shapes());
+    nodes.start().addGroup(plan);
+    step(nodes, gradientsOf(nodes.numWorkers(), 1));
+    return static_cast<double>(receivedBytes(nodes, shapes().size()));
+  };
+  GroupPlan plan = makePlan(1, 1, tensor_);
+  const double plain = receivedOf(plan);
+  plan.areGradients = true;
+  const double compressed = receivedOf(plan);
+  EXPECT_NEAR(compressed / plain, std::get<1>(GetParam()) == Compression::kInt8 ? 0.26 : 0.5, 0.02);
+}
+
+TEST_P(CompressedNodes, GoOnAfterStepsToWhichSomeOrAllContributeNothing) {
+  Nodes nodes(shapes());
+  nodes.start().addGroup(gradients(tensor_));
+  const std::size_t last = nodes.numWorkers() - 1;
+  for (std::uint32_t number = 1; number <= 6; ++number) {
+    const bool isAnybodyPresent = number % 3 != 0;
+    const auto given = gradientsOf(nodes.numWorkers(), number);
+    std::vector<std::vector<float>> taken(nodes.numWorkers(), std::vector<float>(kGradientElements));
+    together(nodes.numWorkers(), [&](std::size_t rank) {
+      const bool isPresent = isAnybodyPresent && (number % 3 == 1 || rank == last);
+      Client& worker = nodes.worker(rank);
+      const std::uint8_t flags = isPresent ? kPresent : 0;
+      ASSERT_EQ(worker.push(1, 0, flags, given[rank].data()), WaitStatus::kDone);
+      ASSERT_EQ(worker.pull(1, 0, taken[rank].data(), kPatienceSeconds), WaitStatus::kDone);
+    });
+    if (!isAnybodyPresent) continue;
+    for (const std::vector<float>& each : taken) {
+      ASSERT_EQ(std::memcmp(each.data(), taken[0].data(), kGradientElements * sizeof(float)), 0);
+      for (std::size_t i = 0; i < kGradientElements; ++i) {
+        const double mean =
+            number % 3 == 1 ? meanOf(given, i) : given[last][i] / static_cast<double>(nodes.numWorkers());
+        ASSERT_NEAR(each[i], mean, 4 * kLargestGradient / 127) << i << " of step " << number;
+      }
+    }
+  }
+}
+
+class NodesWithErrorFeedback : public CompressedNodes {};
+
+TEST_P(NodesWithErrorFeedback, ApproachAConstantGradientInTheLongRun) {
+  Nodes nodes(shapes());
+  nodes.start().addGroup(gradients(tensor_));
+  const auto given = gradientsOf(nodes.numWorkers(), 1);
+  std::vector<double> sums(kGradientElements);
+  constexpr int kSteps = 100;
+  double largestError = 0;
+  for (int number = 0; number < kSteps; ++number) {
+    const auto taken = step(nodes, given);
+    for (std::size_t i = 0; i < kGradientElements; ++i) {
+      sums[i] += taken[0][i];
+      largestError = std::max(largestError, std::fabs(taken[0][i] - meanOf(given, i)));
+    }
+  }
+  EXPECT_GT(largestError, 1e-4) << "single steps are off";
+  for (std::size_t i = 0; i < kGradientElements; ++i)
+    ASSERT_NEAR(sums[i] / kSteps, meanOf(given, i), kLargestGradient / 1000);
+}
+
+TEST_P(CompressedNodes, UpdateParametersAlikeOnAllOfThem) {
+  GroupPlan plan = optimizerPlan();
+  plan.areGradients = true;
+  Nodes nodes(shapes());
+  nodes.start().addGroup(plan);
+  const auto planOf = [&](std::size_t rank) {
+    GroupPlan own = plan;
+    own.numClients = nodes.clusterOf(rank).shape().numClients;
+    return own;
+  };
+  const std::size_t numBytes = plan.parameterBytes();
+  std::vector<Bytes> parameters(nodes.numWorkers());
+  together(nodes.numWorkers(), [&](std::size_t rank) {
+    UpdateSettings settings;
+    settings.rule = UpdateRule::kSgd;
+    settings.stepSize = 1;
+    const GroupPlan own = planOf(rank);
+    std::fill_n(nodes.clusterOf(rank).settings(own, nodes.clientOf(rank)), std::size(kParameterElements),
+                settings);
+    auto* const slots = reinterpret_cast<float*>(nodes.clusterOf(rank).slots(own, nodes.clientOf(rank)));
+    for (std::size_t number = 1; number <= 3; ++number) {
+      const auto given = gradientsOf(nodes.numWorkers(), number);
+      for (std::size_t i = 0; i < own.slotBytes / sizeof(float); ++i)
+        slots[i] = given[rank][i % kGradientElements];
+      for (std::uint32_t tensor = 0; tensor < std::size(kParameterElements); ++tensor)
+        ASSERT_EQ(nodes.worker(rank).push(1, tensor, kPresent | kUpdate, nullptr), WaitStatus::kDone);
+      ASSERT_EQ(nodes.worker(rank).pullAll(1, kPatienceSeconds), WaitStatus::kDone);
+    }
+    const std::byte* const first = nodes.clusterOf(rank).parameters(own);
+    parameters[rank].assign(first, first + numBytes);
+  });
+  for (const Bytes& each : parameters) EXPECT_TRUE(each == parameters[0]);
+  const auto* const values = reinterpret_cast<const float*>(parameters[0].data());
+  double expected = 0;
+  for (std::size_t number = 1; number <= 3; ++number)
+    expected -= meanOf(gradientsOf(nodes.numWorkers(), number), 5);
+  EXPECT_NEAR(values[5], expected, 9 * kLargestGradient / 127);
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Shapes, CompressedNodes,
+    testing::Combine(kShapes,
+                     testing::Values(Compression::kBFloat16, Compression::kFloat16, Compression::kInt8)),
+    [](const auto& info) { return std::get<0>(info.param).name + nameOf(std::get<1>(info.param)); });
+
+INSTANTIATE_TEST_SUITE_P(Shapes, NodesWithErrorFeedback,
+                         testing::Combine(kShapes, testing::Values(Compression::kInt8)),
+                         [](const auto& info) { return std::string(std::get<0>(info.param).name); });
+
 // ---- what nodes do not agree on ----
 
 TEST(NodeDisagreement, OnABufferIsAnEventAtItsOwner) {
@@ -688,6 +931,7 @@ TEST_F(Frames, ThatCannotBeEndTheConnection) {
   refused([](FrameHeader& header) { header.dtype = 1; }, "dtype 1");
   refused([](FrameHeader& header) { header.dtype = 200; }, "dtype 200");
   refused([](FrameHeader& header) { header.op = 2; }, "op 2");
+  refused([](FrameHeader& header) { header.compression = 3; }, "with compression 3 instead of 0");
   refused([](FrameHeader& header) { header.payloadBytes = 404; }, "404 bytes instead of 400");
   refused([](FrameHeader& header) { header.payloadBytes = ~std::uint64_t{0}; }, "instead of 400");
   refused([](FrameHeader& header) { header.numPresent = 0; }, "400 bytes instead of 0");

@@ -80,7 +80,7 @@ void registerProxy(py::module_& module) {
                        std::uint32_t spinMicroseconds, int doorbellsFd, int eventFd, const RingMemory& rings,
                        const CollectiveMemory& collectives, int exchangeLogsFd, int linkTableFd,
                        std::size_t node, std::size_t numNodes, std::int64_t nodePatienceMs, bool resumesLinks,
-                       const ProcessMetrics& metrics, int epochsFd) {
+                       int nodeCompression, const ProcessMetrics& metrics, int epochsFd) {
              ProxyConfig config;
              config.device = device;
              config.numDevices = numDevices;
@@ -94,6 +94,7 @@ void registerProxy(py::module_& module) {
              config.node = node;
              config.numNodes = numNodes;
              config.nodeLinks = {std::chrono::milliseconds(nodePatienceMs), resumesLinks};
+             config.nodeCompression = static_cast<Compression>(nodeCompression);
              config.metrics = metrics;
              config.epochsFd = epochsFd;
              return std::make_unique<Proxy>(std::move(config), doorbellsFd, eventFd, rings, collectives);
@@ -104,8 +105,8 @@ void registerProxy(py::module_& module) {
            py::arg_v("collectives", CollectiveMemory(), "CollectiveMemory()"),
            py::arg("exchange_logs_fd") = -1, py::arg("link_table_fd") = -1, py::arg("node") = 0,
            py::arg("num_nodes") = 1, py::arg("node_patience_ms") = LinkOptions().patience.count(),
-           py::arg("resumes_links") = false, py::arg_v("metrics", ProcessMetrics(), "ProcessMetrics()"),
-           py::arg("epochs_fd") = -1)
+           py::arg("resumes_links") = false, py::arg("node_compression") = 0,
+           py::arg_v("metrics", ProcessMetrics(), "ProcessMetrics()"), py::arg("epochs_fd") = -1)
       .def("join_nodes", &Proxy::joinNodes, py::arg("node"), py::arg("ranks"), py::arg("fds"))
       .def(
           "resume_link",

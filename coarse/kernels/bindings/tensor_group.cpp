@@ -31,7 +31,7 @@ Shard toShard(const ShardTuple& values) {
 
 GroupPlan makePlan(std::uint32_t id, std::size_t numClients, std::size_t slotBytes,
                    const std::vector<ShardTuple>& shards, int numStates,
-                   std::vector<std::uint32_t> rowElements) {
+                   std::vector<std::uint32_t> rowElements, bool areGradients) {
   GroupPlan plan;
   plan.id = id;
   plan.numClients = numClients;
@@ -40,6 +40,7 @@ GroupPlan makePlan(std::uint32_t id, std::size_t numClients, std::size_t slotByt
   plan.hasOptimizer = numStates >= 0;
   plan.numStates = static_cast<std::size_t>(std::max(0, numStates));
   plan.rowElements = std::move(rowElements);
+  plan.areGradients = areGradients;
   plan.validate();
   return plan;
 }
@@ -50,7 +51,7 @@ void registerTensorGroup(py::module_& module) {
   py::class_<GroupPlan>(module, "GroupPlan")
       .def(py::init(&makePlan), py::arg("id"), py::arg("num_clients"), py::arg("slot_bytes"),
            py::arg("shards"), py::arg("num_states") = -1,
-           py::arg("row_elements") = std::vector<std::uint32_t>())
+           py::arg("row_elements") = std::vector<std::uint32_t>(), py::arg("are_gradients") = false)
       .def_readonly("id", &GroupPlan::id)
       .def_readonly("num_clients", &GroupPlan::numClients)
       .def_readonly("slot_bytes", &GroupPlan::slotBytes)
@@ -94,10 +95,11 @@ void registerTensorGroup(py::module_& module) {
       py::arg("num_devices"));
   module.def(
       "node_segment_bytes",
-      [](const GroupPlan& plan, std::size_t node, std::size_t numNodes, bool isStaged) {
-        return NodeSegment::numBytes(plan, {node, numNodes}, isStaged);
+      [](const GroupPlan& plan, std::size_t node, std::size_t numNodes, bool isStaged, int compression) {
+        return NodeSegment::numBytes(plan, {node, numNodes}, isStaged, static_cast<Compression>(compression));
       },
-      py::arg("plan"), py::arg("node"), py::arg("num_nodes"), py::arg("is_staged"));
+      py::arg("plan"), py::arg("node"), py::arg("num_nodes"), py::arg("is_staged"),
+      py::arg("compression") = 0);
   module.attr("UPDATE_SETTINGS_BYTES") = sizeof(UpdateSettings);
   module.attr("RING_LOGS_BYTES") = sizeof(RingLogs);
   module.attr("RING_SEGMENT_BYTES") = sizeof(RingSegment);

@@ -152,7 +152,7 @@ NodePacing Proxy::nodePacing() {
                           header.shard);
   };
   pacing.at = [this](MonotonicNs due, std::function<void()> action) {
-    const std::lock_guard<std::mutex> lock(nodeTasksMutex_);
+    const std::lock_guard<std::recursive_mutex> lock(nodeTasksMutex_);
     nodeArrivals_.push_back({due, std::move(action)});
     doorbells_[config_.device].ring();
   };
@@ -220,7 +220,8 @@ void Proxy::joinNodes(std::size_t node, std::vector<std::vector<int>> ranks,
         nodeEvents_.push_back(std::move(event));
         notify();
       },
-      links_.isPaced() ? nodePacing() : NodePacing(), config_.metrics, config_.nodeLinks);
+      links_.isPaced() ? nodePacing() : NodePacing(), config_.metrics, config_.nodeLinks,
+      config_.nodeCompression);
 }
 
 void Proxy::addClient(std::size_t client, int segmentFd) { intake_.addClient(client, segmentFd); }
@@ -239,11 +240,12 @@ void Proxy::stop() noexcept {
   syncCores_->stop();
   syncCores_->finish([this] {
     {
-      const std::lock_guard<std::mutex> lock(nodeTasksMutex_);
+      const std::lock_guard<std::recursive_mutex> lock(nodeTasksMutex_);
       areCoresStopped_ = true;
+      // Their continuations may leave further tasks.
+      for (const MemoryInUse& each : memories_) each.compute->drain();
       finishNodeTasks();
     }
-    for (const MemoryInUse& each : memories_) each.compute->drain();
     if (rings_) rings_->drain();
     if (collectives_) collectives_->drain();
   });
@@ -706,7 +708,7 @@ void Proxy::reduceForNodes(TensorGroup& group, const RingEntry& entry, ShardArra
   }
   ShardTask task{&group, entry};
   task.arrays = std::make_shared<const ShardArrays>(std::move(arrays));
-  const std::lock_guard<std::mutex> lock(nodeTasksMutex_);
+  const std::lock_guard<std::recursive_mutex> lock(nodeTasksMutex_);
   nodeTasks_.push_back(std::move(task));
   if (areCoresStopped_) return syncCores_->finish([this] { finishNodeTasks(); });
   doorbells_[config_.device].ring();
@@ -726,7 +728,7 @@ bool Proxy::beginNodeTasks() {
   std::vector<ShardTask> tasks;
   std::vector<NodeArrival> arrivals;
   {
-    const std::lock_guard<std::mutex> lock(nodeTasksMutex_);
+    const std::lock_guard<std::recursive_mutex> lock(nodeTasksMutex_);
     tasks.swap(nodeTasks_);
     arrivals.swap(nodeArrivals_);
   }

@@ -36,6 +36,11 @@ ShardShape shapeOf(const FrameHeader& header) noexcept {
 
 std::size_t numBytes(const ShardShape& shape) { return shape.numElements * itemBytes(shape.dtype); }
 
+std::size_t sentBytes(const ShardShape& shape, Compression compression) {
+  if (compression == Compression::kNone) return numBytes(shape);
+  return compressedBytes(compression, shape.numElements);
+}
+
 /// Whether a shard of the plan can have the shape that a frame claims.
 bool fits(const Shard& shard, const FrameHeader& header) {
   if (header.dtype >= kNumDTypes || header.op >= kNumReduceOps) return false;
@@ -45,7 +50,7 @@ bool fits(const Shard& shard, const FrameHeader& header) {
 }
 
 FrameHeader headerOf(FrameKind kind, const RingEntry& entry, const ShardShape& shape,
-                     std::uint32_t numPresent) {
+                     std::uint32_t numPresent, Compression compression) {
   FrameHeader header;
   header.kind = kind;
   header.group = entry.group;
@@ -55,7 +60,8 @@ FrameHeader headerOf(FrameKind kind, const RingEntry& entry, const ShardShape& s
   header.op = static_cast<std::uint8_t>(shape.op);
   header.numElements = shape.numElements;
   header.numPresent = numPresent;
-  header.payloadBytes = numPresent == 0 ? 0 : numBytes(shape);
+  header.compression = static_cast<std::uint8_t>(compression);
+  header.payloadBytes = numPresent == 0 ? 0 : sentBytes(shape, compression);
   return header;
 }
 
@@ -96,8 +102,8 @@ std::uint32_t agreement(const TensorGroup& group, const NodeSegment& segment, st
 
 /// The header of a node's contribution to a step.
 FrameHeader contributionHeader(const TensorGroup& group, const NodeSegment& segment, const RingEntry& entry) {
-  FrameHeader header =
-      headerOf(FrameKind::kPartial, entry, group.shape(entry.shard), group.numPresent(entry.shard));
+  FrameHeader header = headerOf(FrameKind::kPartial, entry, group.shape(entry.shard),
+                                group.numPresent(entry.shard), segment.compression(entry.shard));
   header.numCounted = group.numCounted(entry.shard);
   header.settings = agreement(group, segment, entry.shard);
   return header;
@@ -123,13 +129,33 @@ std::string nameOf(const FrameHeader& header) {
          " of tensor group " + std::to_string(header.group);
 }
 
+/// Where the host reads or writes the result of a shard: its stage, or else the slot of client 0.
+std::byte* resultOf(const TensorGroup& group, const NodeSegment& segment, std::uint32_t shard) noexcept {
+  std::byte* const stage = segment.stage(shard);
+  return stage != nullptr ? stage : group.slot(0, group.plan().shards[shard]);
+}
+
+void decompressInPlace(const NodeSegment& segment, const FrameHeader& header, std::byte* payload) noexcept {
+  const Compression compression = segment.compression(header.shard);
+  if (compression == Compression::kNone || header.payloadBytes == 0) return;
+  decompress(compression, payload, header.numElements, reinterpret_cast<float*>(payload));
+}
+
+void compressInPlace(const NodeSegment& segment, const FrameHeader& header, std::byte* partial) noexcept {
+  const Compression compression = segment.compression(header.shard);
+  if (compression == Compression::kNone || header.payloadBytes == 0) return;
+  compress(compression, reinterpret_cast<float*>(partial), header.numElements, partial,
+           segment.residual(header.shard));
+}
+
 }  // namespace
 
 NodeExchange::NodeExchange(std::size_t node, std::vector<std::vector<int>> ranks,
                            const std::vector<std::vector<int>>& fds, Reduce reduce, FinishShard finishShard,
                            Report report, std::function<void(NodeEvent)> onEvent, NodePacing pacing,
-                           ProcessMetrics metrics, LinkOptions options)
+                           ProcessMetrics metrics, LinkOptions options, Compression compression)
     : index_{node, ranks.size()},
+      compression_(compression),
       ranks_(std::move(ranks)),
       reduce_(std::move(reduce)),
       finishShard_(std::move(finishShard)),
@@ -154,7 +180,7 @@ NodeExchange::NodeExchange(std::size_t node, std::vector<std::vector<int>> ranks
 
 void NodeExchange::addGroup(std::shared_ptr<TensorGroup> group, const Region& memory) {
   const std::uint32_t id = group->plan().id;
-  NodeSegment segment(group->plan(), index_, memory, group->memory());
+  NodeSegment segment(group->plan(), index_, memory, group->memory(), compression_);
   auto added = std::make_shared<Group>(Group{std::move(group), std::move(segment)});
   const std::lock_guard<std::mutex> lock(groupsMutex_);
   groups_[id] = std::move(added);
@@ -249,6 +275,7 @@ void NodeExchange::sendPartial(const GroupPointer& group, const RingEntry& entry
   FrameHeader header = contributionHeader(tensors, segment, entry);
   header.dueAt = timeOfEvent(entry);
   arrays.finish = [this, group, header, partial] {
+    compressInPlace(group->segment, header, partial);
     // release: the receiver of the result, at any device, sees that it is the result, and all earlier reads
     // are done.
     group->segment.round(header.shard).store(header.step, std::memory_order_release);
@@ -291,6 +318,8 @@ void NodeExchange::reduceOwned(const GroupPointer& group, const RingEntry& entry
   const TensorGroup& tensors = *group->tensors;
   const NodeSegment& segment = group->segment;
   const Shard& shard = tensors.plan().shards[entry.shard];
+  const bool isCompressed = segment.compression(entry.shard) != Compression::kNone &&
+                            total(*group, entry.shard, &NodeContribution::numPresent) > 0;
   ShardArrays arrays;
   const auto add = [&](std::byte* array, bool isPresent) {
     arrays.outputs.push_back(array);
@@ -309,25 +338,51 @@ void NodeExchange::reduceOwned(const GroupPointer& group, const RingEntry& entry
   }
   arrays.op = tensors.shape(entry.shard).op;
   arrays.divisor = std::max(total(*group, entry.shard, &NodeContribution::numCounted), 1U);
-  arrays.isMeasured = tensors.isMeasured(entry.shard);
-  arrays.finish = [this, group, entry] { noteResult(group, entry); };
+  arrays.isMeasured = !isCompressed && tensors.isMeasured(entry.shard);
+  if (isCompressed) arrays.outputs = {reachedResult(*group, entry.shard)};
+  arrays.finish = [this, group, entry, isCompressed] {
+    isCompressed ? compressMean(group, entry) : noteResult(group, entry);
+  };
   run(group, entry, std::move(arrays));
 }
 
-/// The result of an owned shard is in place.
+/// Compresses the mean of an owned shard to the places from which it is sent. All workers of all nodes get
+/// what the compressed form stands for.
+void NodeExchange::compressMean(const GroupPointer& group, const RingEntry& entry) {
+  const NodeSegment& segment = group->segment;
+  const Compression compression = segment.compression(entry.shard);
+  const std::size_t numElements = group->tensors->shape(entry.shard).numElements;
+  auto* const mean = reinterpret_cast<float*>(resultOf(*group->tensors, segment, entry.shard));
+  std::byte* const first = segment.place(entry.shard, index_.node == 0 ? 1 : 0);
+  compress(compression, mean, numElements, first, segment.residual(entry.shard));
+  for (std::size_t node = 0; node < index_.numNodes; ++node) {
+    std::byte* const place = node == index_.node ? first : segment.place(entry.shard, node);
+    if (place != first) std::memcpy(place, first, compressedBytes(compression, numElements));
+  }
+  announce(group, entry);
+  giveToClients(group, entry, [this, group, entry] { finishShard_(*group->tensors, entry); });
+}
+
+/// The result of an owned shard is in place for all nodes.
 void NodeExchange::noteResult(const GroupPointer& group, const RingEntry& entry) {
+  announce(group, entry);
+  finishShard_(*group->tensors, entry);
+}
+
+/// Sends the result of an owned shard, which lies in the places, to the other nodes.
+void NodeExchange::announce(const GroupPointer& group, const RingEntry& entry) {
   TensorGroup& tensors = *group->tensors;
   const std::uint32_t numPresent = total(*group, entry.shard, &NodeContribution::numPresent);
   tensors.control().contributors(entry.shard).store(numPresent, std::memory_order_relaxed);
   // release: the next contributions, which another device may take, come after this step.
   group->segment.round(entry.shard).store(entry.step, std::memory_order_release);
   sendResults(group, entry, tensors.shape(entry.shard), numPresent);
-  finishShard_(tensors, entry);
 }
 
 void NodeExchange::sendResults(const GroupPointer& group, const RingEntry& entry, const ShardShape& shape,
                                std::uint32_t numPresent) {
-  FrameHeader header = headerOf(FrameKind::kResult, entry, shape, numPresent);
+  FrameHeader header =
+      headerOf(FrameKind::kResult, entry, shape, numPresent, group->segment.compression(entry.shard));
   header.dueAt = timeOfEvent(entry);
   for (std::size_t node = 0; node < index_.numNodes; ++node) {
     if (node == index_.node) continue;
@@ -388,7 +443,11 @@ FramePayload NodeExchange::open(std::size_t node, const FrameHeader& header) {
                     " shards");
   if (!fits(plan.shards[header.shard], header))
     throw LinkError("it sent " + nameOf(header) + " as " + describe(shapeOf(header)));
-  const std::size_t expected = header.numPresent == 0 ? 0 : numBytes(shapeOf(header));
+  const Compression compression = group->segment.compression(header.shard);
+  if (header.compression != static_cast<std::uint8_t>(compression))
+    throw LinkError("it sent " + nameOf(header) + " with compression " + std::to_string(header.compression) +
+                    " instead of " + std::to_string(static_cast<int>(compression)));
+  const std::size_t expected = header.numPresent == 0 ? 0 : sentBytes(shapeOf(header), compression);
   if (header.payloadBytes != expected)
     throw LinkError("it sent " + nameOf(header) + " with " + std::to_string(header.payloadBytes) +
                     " bytes instead of " + std::to_string(expected));
@@ -417,8 +476,7 @@ FramePayload NodeExchange::openResult(const GroupPointer& group, std::size_t nod
       index_.ownerOf(header.shard) == node && contributed == header.step && received != header.step;
   if (!isAwaited || !areEqual(shapeOf(header), tensors.shape(header.shard)))
     throw LinkError("it sent a result of " + nameOf(header) + ", for which nobody waits");
-  std::byte* const stage = group->segment.stage(header.shard);
-  return {stage != nullptr ? stage : tensors.slot(0, tensors.plan().shards[header.shard]), group};
+  return {resultOf(tensors, group->segment, header.shard), group};
 }
 
 void NodeExchange::close(std::size_t node, const FrameHeader& header, const FramePayload& payload) {
@@ -443,27 +501,44 @@ void NodeExchange::take(const GroupPointer& group, std::size_t node, const Frame
 }
 
 void NodeExchange::takePartial(const GroupPointer& group, std::size_t node, const FrameHeader& header) {
+  decompressInPlace(group->segment, header, group->segment.place(header.shard, node));
   record(group->segment.contribution(header.shard, node), header);
   arrive(group, entryOf(header));
 }
 
 void NodeExchange::takeResult(const GroupPointer& group, const FrameHeader& header) {
-  TensorGroup& tensors = *group->tensors;
-  const Shard& shard = tensors.plan().shards[header.shard];
-  std::byte* const stage = group->segment.stage(header.shard);
-  ShardArrays arrays;
-  if (header.payloadBytes > 0)
-    arrays.inputs = {stage != nullptr ? group->segment.reached(stage) : tensors.slot(0, shard)};
-  for (std::size_t client = stage != nullptr ? 0 : 1; client < tensors.plan().numClients; ++client)
-    arrays.outputs.push_back(tensors.slot(client, shard));
-  arrays.isMeasured = tensors.isMeasured(header.shard);
-  arrays.finish = [this, group, header] {
+  decompressInPlace(group->segment, header, resultOf(*group->tensors, group->segment, header.shard));
+  const auto finish = [this, group, header] {
     TensorGroup& done = *group->tensors;
     done.control().contributors(header.shard).store(header.numPresent, std::memory_order_relaxed);
     group->segment.result(header.shard).store(header.step, std::memory_order_release);
     finishShard_(done, entryOf(header));
   };
-  run(group, entryOf(header), std::move(arrays));
+  if (header.payloadBytes > 0) return giveToClients(group, entryOf(header), finish);
+  ShardArrays nothing;
+  nothing.isMeasured = group->tensors->isMeasured(header.shard);
+  nothing.finish = finish;
+  run(group, entryOf(header), std::move(nothing));
+}
+
+/// Copies a result, which lies where resultOf() says, to the slots of all clients.
+void NodeExchange::giveToClients(const GroupPointer& group, const RingEntry& entry,
+                                 std::function<void()> finish) {
+  const TensorGroup& tensors = *group->tensors;
+  const bool isStaged = group->segment.stage(entry.shard) != nullptr;
+  ShardArrays arrays;
+  arrays.inputs = {reachedResult(*group, entry.shard)};
+  for (std::size_t client = isStaged ? 0 : 1; client < tensors.plan().numClients; ++client)
+    arrays.outputs.push_back(tensors.slot(client, tensors.plan().shards[entry.shard]));
+  arrays.isMeasured = tensors.isMeasured(entry.shard);
+  arrays.finish = std::move(finish);
+  run(group, entry, std::move(arrays));
+}
+
+/// The address of resultOf() for the processor that computes where the tensors lie.
+std::byte* NodeExchange::reachedResult(const Group& group, std::uint32_t shard) const noexcept {
+  std::byte* const result = resultOf(*group.tensors, group.segment, shard);
+  return group.segment.stage(shard) != nullptr ? group.segment.reached(result) : result;
 }
 
 // ---- leaving ----

@@ -11,14 +11,21 @@ std::size_t shardBytes(const Shard& shard) {
   return shard.numElements * (shard.isDynamic ? 1 : itemBytes(shard.dtype));
 }
 
+/// How a shard travels, if gradients are compressed. Where that would save nothing, it does not change.
+Compression compressionOf(const GroupPlan& plan, const Shard& shard, Compression ofGradients) {
+  const bool isCompressible = plan.areGradients && !shard.isDynamic && !plan.isTable(shard) &&
+                              shard.dtype == DType::kFloat32 && shard.op == ReduceOp::kMean;
+  const bool isSmaller = compressedBytes(ofGradients, shard.numElements) < shardBytes(shard);
+  return isCompressible && isSmaller ? ofGradients : Compression::kNone;
+}
+
 }  // namespace
 
 NodeSegment::NodeSegment(const GroupPlan& plan, NodeIndex index, const Region& memory,
-                         const TensorMemory& tensors)
+                         const TensorMemory& tensors, Compression compression)
     : index_(index),
-      placeOffsets_(placeOffsets(plan, index, !tensors.isHost())),
-      mapping_(mapShared(memory, numBytes(plan, index, !tensors.isHost()), Mapping::Access::kReadWrite,
-                         "node segment")),
+      layout_(layOut(plan, index, !tensors.isHost(), compression)),
+      mapping_(mapShared(memory, layout_.numBytes, Mapping::Access::kReadWrite, "node segment")),
       reached_(tensors.reach(mapping_.data(), mapping_.numBytes())) {
   const std::size_t numShards = plan.shards.size();
   ArrayCursor cursor(mapping_.data());
@@ -27,36 +34,49 @@ NodeSegment::NodeSegment(const GroupPlan& plan, NodeIndex index, const Region& m
   settings_ = cursor.take<std::atomic<std::uint32_t>>(numShards);
   arrivals_ = cursor.take<std::atomic<std::uint32_t>>(numOwned(numShards, index));
   contributions_ = cursor.take<NodeContribution>(numOwned(numShards, index) * index.numNodes);
-  places_ = mapping_.data() + cursor.offset();
 }
 
-std::size_t NodeSegment::numBytes(const GroupPlan& plan, NodeIndex index, bool isStaged) {
-  return headBytes(plan.shards.size(), index) + placeOffsets(plan, index, isStaged).back();
+std::size_t NodeSegment::numBytes(const GroupPlan& plan, NodeIndex index, bool isStaged,
+                                  Compression compression) {
+  return layOut(plan, index, isStaged, compression).numBytes;
 }
 
 std::byte* NodeSegment::place(std::size_t shard, std::size_t node) const noexcept {
-  const std::size_t stride = (placeOffsets_[shard + 1] - placeOffsets_[shard]) / (index_.numNodes - 1);
+  const ShardLayout& layout = layout_.shards[shard];
   const std::size_t other = node < index_.node ? node : node - 1;
-  return places_ + placeOffsets_[shard] + other * stride;
+  return mapping_.data() + layout.offset + other * layout.stride;
 }
 
 std::byte* NodeSegment::stage(std::size_t shard) const noexcept {
-  const bool hasStage = !index_.owns(shard) && placeOffsets_[shard + 1] > placeOffsets_[shard];
-  return hasStage ? places_ + placeOffsets_[shard] : nullptr;
+  const ShardLayout& layout = layout_.shards[shard];
+  return layout.hasStage ? mapping_.data() + layout.offset + numPlaces(shard) * layout.stride : nullptr;
 }
 
-std::vector<std::size_t> NodeSegment::placeOffsets(const GroupPlan& plan, NodeIndex index, bool isStaged) {
-  std::vector<std::size_t> offsets{0};
-  for (std::size_t shard = 0; shard < plan.shards.size(); ++shard) {
-    const std::size_t stride = roundUp(shardBytes(plan.shards[shard]), kCacheLineBytes);
-    offsets.push_back(offsets.back() + stride * numPlaces(shard, index, isStaged));
+float* NodeSegment::residual(std::size_t shard) const noexcept {
+  const std::size_t offset = layout_.shards[shard].residualOffset;
+  return offset == 0 ? nullptr : reinterpret_cast<float*>(mapping_.data() + offset);
+}
+
+NodeSegment::Layout NodeSegment::layOut(const GroupPlan& plan, NodeIndex index, bool isStaged,
+                                        Compression compression) {
+  Layout layout;
+  layout.numBytes = headBytes(plan.shards.size(), index);
+  for (std::size_t number = 0; number < plan.shards.size(); ++number) {
+    const Shard& shard = plan.shards[number];
+    ShardLayout own;
+    own.compression = compressionOf(plan, shard, compression);
+    own.hasStage = isStaged && (!index.owns(number) || own.compression != Compression::kNone);
+    own.offset = layout.numBytes;
+    own.stride = roundUp(shardBytes(shard), kCacheLineBytes);
+    const std::size_t numPlaces = (index.owns(number) ? index.numNodes - 1 : 0) + (own.hasStage ? 1 : 0);
+    layout.numBytes += numPlaces * own.stride;
+    if (own.compression == Compression::kInt8) {
+      own.residualOffset = layout.numBytes;
+      layout.numBytes += own.stride;
+    }
+    layout.shards.push_back(own);
   }
-  return offsets;
-}
-
-std::size_t NodeSegment::numPlaces(std::size_t shard, NodeIndex index, bool isStaged) noexcept {
-  if (index.owns(shard)) return index.numNodes - 1;
-  return isStaged ? 1 : 0;
+  return layout;
 }
 
 std::size_t NodeSegment::headBytes(std::size_t numShards, NodeIndex index) noexcept {

@@ -46,6 +46,7 @@ struct ProxyConfig {
   std::vector<int> ranks;    // of the clients, for messages; empty: the clients' numbers
   int epochsFd = -1;      // an EpochTable, if newcomers take the places of lost clients; the caller closes it
   LinkOptions nodeLinks;  // those to other nodes
+  Compression nodeCompression = Compression::kNone;  // of gradients between nodes
   ProcessMetrics metrics;
 
   /// @throws std::invalid_argument if a number is out of range.
@@ -254,7 +255,8 @@ class Proxy {
     std::function<void()> action;
   };
 
-  std::mutex nodeTasksMutex_;              // guards the next three
+  // Guards the next three. Recursive, because a task that a stopped device finishes may leave another one.
+  std::recursive_mutex nodeTasksMutex_;
   std::vector<ShardTask> nodeTasks_;       // for core 0, if the host does not compute itself
   std::vector<NodeArrival> nodeArrivals_;  // for core 0, if links are emulated
   bool areCoresStopped_ = false;

@@ -35,7 +35,8 @@ struct NodePacing {
 
 /// Synchronises the shards of one node with those of the other nodes of the job (docs/design/nodes.md). Each
 /// shard has an owner node. The other nodes send it the reduction of their own workers' contributions, and
-/// receive the result. A result depends only on the contributions, never on their time of arrival.
+/// receive the result. A result depends only on the contributions, never on their time of arrival; with
+/// Compression::kInt8 on those of earlier steps, too.
 ///
 /// Thread safety: any sync core may call contribute() and recordSettings(); one control thread calls
 /// addGroup() and the rest. The functions passed to it are called from sync cores and from the links' thread.
@@ -50,12 +51,13 @@ class NodeExchange {
   using Report = std::function<void(std::string message)>;
 
   /// `ranks[n]` are the workers of node n; `fds` as for NodeLinks. `onEvent` is called from the links'
-  /// thread.
+  /// thread. `compression` is that of gradients, and the same on all nodes.
   /// @throws std::invalid_argument if they do not match.
   NodeExchange(std::size_t node, std::vector<std::vector<int>> ranks,
                const std::vector<std::vector<int>>& fds, Reduce reduce, FinishShard finishShard,
                Report report, std::function<void(NodeEvent)> onEvent, NodePacing pacing = {},
-               ProcessMetrics metrics = {}, LinkOptions options = {});
+               ProcessMetrics metrics = {}, LinkOptions options = {},
+               Compression compression = Compression::kNone);
 
   std::size_t numNodes() const noexcept { return index_.numNodes; }
   void start() { links_.start(); }
@@ -102,7 +104,9 @@ class NodeExchange {
   void arrive(const GroupPointer& group, const RingEntry& entry);
   void beginOwned(const GroupPointer& group, RingEntry entry);
   void reduceOwned(const GroupPointer& group, const RingEntry& entry);
+  void compressMean(const GroupPointer& group, const RingEntry& entry);
   void noteResult(const GroupPointer& group, const RingEntry& entry);
+  void announce(const GroupPointer& group, const RingEntry& entry);
   std::uint32_t total(const Group& group, std::uint32_t shard,
                       std::uint32_t NodeContribution::* count) const noexcept;
   std::string disagreement(const Group& group, std::uint32_t shard) const;
@@ -118,9 +122,12 @@ class NodeExchange {
   void take(const GroupPointer& group, std::size_t node, const FrameHeader& header);
   void takePartial(const GroupPointer& group, std::size_t node, const FrameHeader& header);
   void takeResult(const GroupPointer& group, const FrameHeader& header);
+  void giveToClients(const GroupPointer& group, const RingEntry& entry, std::function<void()> finish);
+  std::byte* reachedResult(const Group& group, std::uint32_t shard) const noexcept;
   std::string workersOf(std::size_t node) const;
 
   NodeIndex index_;
+  Compression compression_;  // of gradients
   std::vector<std::vector<int>> ranks_;
   Reduce reduce_;
   FinishShard finishShard_;

@@ -29,7 +29,7 @@ struct FrameHeader {
   FrameKind kind = FrameKind::kPartial;
   std::uint8_t dtype = 0;
   std::uint8_t op = 0;
-  std::uint8_t reserved = 0;
+  std::uint8_t compression = 0;
   std::uint32_t group = 0;
   std::uint32_t shard = 0;  // for kLeft: the worker's rank
   std::uint32_t step = 0;

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "coarse/emulation/pacer.hpp"
+#include "coarse/reduce/compression.hpp"
 #include "coarse/shared_memory/layout.hpp"
 #include "coarse/shared_memory/shared_memory.hpp"
 #include "coarse/tensors/tensor_group.hpp"
@@ -42,16 +43,23 @@ static_assert(sizeof(NodeContribution) == 32);
 /// for that node also waits there to be sent: a node contributes to the next step only after it has received
 /// the last result, so the two uses of a place never overlap.
 ///
-/// If tensors lie in memory that the host does not read, every other shard has a place too. This node's
-/// contribution is sent from it, and the result is received into it.
+/// If tensors lie in memory that the host does not read, every other shard has a stage too. This node's
+/// contribution is sent from it, and the result is received into it. Owned shards that travel compressed then
+/// have one for their mean.
+///
+/// With Compression::kInt8, every compressed shard also has the rounding errors of what this node sends of
+/// it.
 class NodeSegment {
  public:
   /// Maps `memory`; the caller closes its descriptor.
   /// @param tensors the memory of the group's tensors.
+  /// @param compression that of gradients.
   /// @throws std::invalid_argument as mapShared(); std::runtime_error as TensorMemory::reach().
-  NodeSegment(const GroupPlan& plan, NodeIndex index, const Region& memory, const TensorMemory& tensors);
+  NodeSegment(const GroupPlan& plan, NodeIndex index, const Region& memory, const TensorMemory& tensors,
+              Compression compression = Compression::kNone);
   /// @param isStaged true if the host does not read the memory of the tensors.
-  static std::size_t numBytes(const GroupPlan& plan, NodeIndex index, bool isStaged);
+  static std::size_t numBytes(const GroupPlan& plan, NodeIndex index, bool isStaged,
+                              Compression compression = Compression::kNone);
 
   /// For an owned shard: its last completed step. For another shard: the last step to which this node
   /// contributed.
@@ -60,6 +68,14 @@ class NodeSegment {
   std::atomic<std::uint32_t>& result(std::size_t shard) const noexcept { return results_[shard]; }
   /// Digest of the settings by which this node last updated the shard's parameter, as in FrameHeader.
   std::atomic<std::uint32_t>& settings(std::size_t shard) const noexcept { return settings_[shard]; }
+  /// How the shard's contributions and results travel.
+  Compression compression(std::size_t shard) const noexcept { return layout_.shards[shard].compression; }
+  /// Where the host reads and writes this node's part or mean of the shard; null if it does so in slots.
+  std::byte* stage(std::size_t shard) const noexcept;
+  /// The rounding errors of what this node sends of the shard; null without error feedback.
+  float* residual(std::size_t shard) const noexcept;
+  /// The address of a place or stage for the processor that computes where the tensors lie.
+  std::byte* reached(std::byte* place) const noexcept { return reached_.get() + (place - mapping_.data()); }
   /// Nodes that have contributed to the current step. @pre the shard is owned, as for all functions below.
   std::atomic<std::uint32_t>& arrivals(std::size_t shard) const noexcept {
     return arrivals_[shard / index_.numNodes];
@@ -69,18 +85,28 @@ class NodeSegment {
   }
   /// @pre `node` is another node.
   std::byte* place(std::size_t shard, std::size_t node) const noexcept;
-  /// The one place of a shard that another node owns; null if the host reads its slots.
-  std::byte* stage(std::size_t shard) const noexcept;
-  /// The address of a place for the processor that computes where the tensors lie.
-  std::byte* reached(std::byte* place) const noexcept { return reached_.get() + (place - mapping_.data()); }
 
  private:
-  static std::vector<std::size_t> placeOffsets(const GroupPlan& plan, NodeIndex index, bool isStaged);
-  static std::size_t numPlaces(std::size_t shard, NodeIndex index, bool isStaged) noexcept;
+  /// Offsets are from the start of the segment.
+  struct ShardLayout {
+    Compression compression = Compression::kNone;
+    bool hasStage = false;  // after the places
+    std::size_t offset = 0;
+    std::size_t stride = 0;          // of the places
+    std::size_t residualOffset = 0;  // 0 without error feedback
+  };
+  struct Layout {
+    std::vector<ShardLayout> shards;
+    std::size_t numBytes = 0;
+  };
+  static Layout layOut(const GroupPlan& plan, NodeIndex index, bool isStaged, Compression compression);
   static std::size_t headBytes(std::size_t numShards, NodeIndex index) noexcept;
+  std::size_t numPlaces(std::size_t shard) const noexcept {
+    return index_.owns(shard) ? index_.numNodes - 1 : 0;
+  }
 
   NodeIndex index_;
-  std::vector<std::size_t> placeOffsets_;  // of each shard; then the end
+  Layout layout_;
   Mapping mapping_;
   TensorBytes reached_;  // the same memory
   std::atomic<std::uint32_t>* rounds_ = nullptr;
@@ -88,7 +114,6 @@ class NodeSegment {
   std::atomic<std::uint32_t>* settings_ = nullptr;
   std::atomic<std::uint32_t>* arrivals_ = nullptr;
   NodeContribution* contributions_ = nullptr;
-  std::byte* places_ = nullptr;
 };
 
 }  // namespace coarse

@@ -70,6 +70,7 @@ struct GroupPlan {
   std::vector<Shard> shards;
   bool hasOptimizer = false;  // parameters and states lie in device memory, and shards can update them
   std::size_t numStates = 0;  // state tensors per parameter
+  bool areGradients = false;  // their means may be compressed between nodes
   // For each tensor: the length of its rows if it is a table, else 0. Empty without tables.
   std::vector<std::uint32_t> rowElements;
 
