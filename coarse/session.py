@@ -61,7 +61,7 @@ from coarse.store import Store
 from coarse.timeline import recorder
 from coarse.timeline.part_files import WORKER, Process
 from coarse.tuning.step_planning import StepPlanning
-from coarse.wire.algorithms import describe_algorithm
+from coarse.wire.algorithms import describe_algorithm, describe_compression
 from coarse.wire.registration import EAGER, WorkerMemory
 from coarse.worker_state import WorkerState, checked
 
@@ -271,6 +271,7 @@ class Session:
         name: str,
         specs: Sequence[TensorSpec],
         *,
+        are_gradients: bool = False,
         on_host: bool = False,
         gpu: str = "",
         memory: WorkerMemory = EAGER,
@@ -280,6 +281,7 @@ class Session:
         Args:
             name: Name of the tensor group.
             specs: One for each tensor.
+            are_gradients: Whether COARSE_NODE_COMPRESSION may round float32 means on their way between nodes.
             on_host, gpu, memory: As for Client.register().
 
         Raises:
@@ -293,7 +295,15 @@ class Session:
             return client.register(name, specs)
         planning = self._planning
         is_open = planning is not None and planning.may_reduce_on_host
-        group = client.register(name, specs, is_open=is_open, on_host=on_host, gpu=gpu, memory=memory)
+        group = client.register(
+            name,
+            specs,
+            are_gradients=are_gradients,
+            is_open=is_open,
+            on_host=on_host,
+            gpu=gpu,
+            memory=memory,
+        )
         if planning is not None and not on_host:
             planning.watch(self, group, gpu)
         return group
@@ -762,7 +772,9 @@ class Session:
         # Dual synchronisation also considers sync cores, which firmware data does not describe.
         self._planning = StepPlanning(self, client.table, profile=measured, plan=plan)
         algorithm = describe_algorithm(self.settings, node.table, num_nodes=node.nodes.num_nodes)
-        self._decisions = (*plan.decisions, algorithm, *self._planning.check())
+        compression = describe_compression(self.settings, num_nodes=node.nodes.num_nodes)
+        choices = (each for each in (algorithm, compression) if each)
+        self._decisions = (*plan.decisions, *choices, *self._planning.check())
         if self.identity.rank == node.ranks[0]:
             for decision in self._decisions:
                 logger.info("[w%d] %s", self.identity.rank, decision)
@@ -783,7 +795,8 @@ class Session:
         size = f"{self.identity.world_size} workers on {self._node.nodes.num_nodes} node(s)"
         memories = ", ".join(f"md{device} in {memory}" for device, memory in enumerate(table.memories))
         links, *_ = self._decisions
-        decided = [each for each in self._decisions if each.startswith(("algorithm:", "shards "))]
+        told = ("algorithm:", "compression between nodes:", "shards ")
+        decided = [each for each in self._decisions if each.startswith(told)]
         lines = [
             f"job {job_id(job)}: {size}, {memories}",
             links,

@@ -20,6 +20,8 @@ from coarse.security.node_ports import NodePorts
 
 ALGORITHM_CHOICES = ("auto", "gather", "direct", "ring", "exchange", "nccl")
 SCHEDULING_CHOICES = ("queues", "fcfs")
+NODE_COMPRESSIONS = ("none", "bf16", "fp16", "int8")
+"""In the order of Compression (coarse/kernels/include/coarse/reduce/compression.hpp)."""
 
 _UNPACED = {
     "gather": "the device of the last contribution would reduce each tensor alone, and direct takes turns",
@@ -297,6 +299,8 @@ class Settings:
             it; "" takes that of the interface that leads to MASTER_ADDR.
         node_ports: Range of ports at which a node listens for other nodes, such as "20000-20099"; "" takes any free
             ones.
+        node_compression: How float32 gradients travel between nodes: "none" sends them as they are, "bf16" and "fp16"
+            in 16 bits, and "int8" in blocks with scales and with error feedback (docs/design/nodes.md#compression).
 
     Raises:
         ValueError: If a value is out of range; the message names the variable.
@@ -502,6 +506,7 @@ class Settings:
     node_ports: str = _setting(
         "", "ports at which a node listens for others, such as 20000-20099; any by default", check=_are_ports
     )
+    node_compression: str = _choice("none", "how float32 gradients travel between nodes", *NODE_COMPRESSIONS)
 
     def __post_init__(self) -> None:
         for each in declarations():
@@ -524,6 +529,11 @@ class Settings:
             raise ValueError(
                 "COARSE_KEEP_DEVICES cannot be combined with COARSE_MACHINE: the optimizer whose values memory "
                 "devices keep does not run over emulated links; unset one of them"
+            )
+        if self.machine and self.node_compression != "none":
+            raise ValueError(
+                f"COARSE_NODE_COMPRESSION={self.node_compression} cannot be combined with COARSE_MACHINE: emulated "
+                "links carry gradients as they are; unset one of them"
             )
         if self.time_dilation != 1 and not self.machine:
             raise ValueError(

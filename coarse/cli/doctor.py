@@ -262,7 +262,7 @@ def settings_findings(memory: Memory) -> list[Finding]:
     except SettingsError as error:
         advice = "unset the variable, or correct it"
         return [Finding(topic="settings", name="COARSE_*", value=str(error), status=FAILED, advice=advice)]
-    return [pool_finding(memory, settings), *transfer_findings(settings)]
+    return [pool_finding(memory, settings), *compression_findings(settings), *transfer_findings(settings)]
 
 
 def pool_finding(memory: Memory, settings: Settings) -> Finding:
@@ -403,6 +403,20 @@ def nccl_findings(gpus: Sequence[Gpu]) -> list[Finding]:
         return []
     advice = "for all-reduces between GPUs: pip install 'coarse-train[nccl]'"
     return [Finding(topic=topic, name=name, value="none", status=NOTE, advice=advice)]
+
+
+def compression_findings(settings: Settings) -> list[Finding]:
+    """How gradients travel between nodes; empty unless a setting requests a compression."""
+    compression = settings.node_compression
+    if compression == "none":
+        return []
+    return [
+        Finding(
+            topic="settings",
+            name="between nodes",
+            value=f"float32 gradients as {compression}, by COARSE_NODE_COMPRESSION, which must be alike on all nodes",
+        )
+    ]
 
 
 def transfer_findings(settings: Settings) -> list[Finding]:

@@ -259,6 +259,7 @@ class Client:
         specs: Sequence[TensorSpec],
         *,
         state_names: Sequence[str] | None = None,
+        are_gradients: bool = False,
         is_open: bool = False,
         on_host: bool = False,
         window_bytes: int = 0,
@@ -271,6 +272,7 @@ class Client:
             name: Name of the tensor group.
             specs: One for each tensor.
             state_names: States that a remote optimizer keeps for each parameter; None without such an optimizer.
+            are_gradients: Whether means may be compressed between nodes; always with an optimizer.
             is_open: Whether workers see each other's slots. TensorGroup.use_direct_allreduce() needs it.
             on_host: Whether the tensors lie in the host's memory even if memory devices own GPUs.
             window_bytes: With an optimizer, the size of the slot window; 0 gives each tensor its own slot.
@@ -305,6 +307,7 @@ class Client:
             on_host=on_host,
             window_bytes=window_bytes,
             routes=routes,
+            are_gradients=are_gradients or state_names is not None,
         )
         return self._register_along_routes(schema, gpu, memory)
 

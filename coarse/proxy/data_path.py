@@ -278,6 +278,7 @@ class DataPath:
             num_nodes=self._job.num_nodes,
             node_patience_ms=self._job.node_patience_ms,
             resumes_links=self._job.reconnection is not None,
+            node_compression=self._job.compression_number,
             metrics=self.metrics.native,
             epochs_fd=self._shared[EPOCHS].fd if self._job.replaces_workers else -1,
         )

@@ -445,7 +445,11 @@ class Registrar:
         }
         if self._job.num_nodes > 1:
             node_bytes = _native.node_segment_bytes(
-                plan, self._job.node, self._job.num_nodes, is_staged=not self._memory_of(schema).is_mappable
+                plan,
+                self._job.node,
+                self._job.num_nodes,
+                is_staged=not self._memory_of(schema).is_mappable,
+                compression=self._job.compression_number,
             )
             allocated[NODE] = self._sent_from.allocate(f"{NODE} of {schema.name}", node_bytes)
         control_bytes = _native.group_control_bytes(plan.num_shards, self._job.num_clients)
@@ -530,10 +534,16 @@ class Registrar:
         """Size of a group's buffers on this node for data from and to other nodes.
 
         Space for each node's contribution to the shards that this node owns; if slots lie on a GPU, space for every
-        other shard too.
+        other shard too, and for the compressed ones that it owns; with int8, space for rounding errors.
         """
-        elsewhere = tensor_bytes * (self._job.num_nodes - 1) // self._job.num_nodes
-        return elsewhere if self._memory_of(schema).is_mappable else 2 * elsewhere
+        num_nodes = self._job.num_nodes
+        elsewhere = tensor_bytes * (num_nodes - 1) // num_nodes
+        compresses = num_nodes > 1 and self._job.node_compression != "none"
+        compressed = schema.compressible_bytes if compresses else 0
+        residuals = compressed if self._job.node_compression == "int8" else 0
+        if self._memory_of(schema).is_mappable:
+            return elsewhere + residuals
+        return 2 * elsewhere + compressed // num_nodes + residuals
 
     def _activate(self, registration: Registration, proxy: _native.Proxy) -> None:
         self._add_group(registration, proxy)

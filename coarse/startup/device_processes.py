@@ -244,6 +244,7 @@ def _job_of(
         leader_pid=os.getpid(),
         join_timeout_s=settings.timeout_s,
         node_patience_ms=settings.node_patience_ms,
+        node_compression=settings.node_compression,
         heartbeat_s=settings.heartbeat_s,
         keep_s=keep_s,
         replicas=settings.replicas,

@@ -76,12 +76,14 @@ class NodeAddress:
         host, port: Address of its listener.
         num_devices: Number of its planned memory devices.
         device_ports: The port that each of these holds, and at which it listens while a connection is broken.
+        compression: How its memory devices send gradients: `node_compression` of its settings.
     """
 
     host: str
     port: int
     num_devices: int
     device_ports: Sequence[int]
+    compression: str = "none"
 
 
 class NodeLinks:
@@ -223,6 +225,7 @@ def link_nodes(
             port=listener.getsockname()[1],
             num_devices=num_devices,
             device_ports=links.hold_ports(host, ports),
+            compression=settings.node_compression,
         )
         store.set(f"node/{node}", json.dumps(asdict(own)).encode())
         _Linking(nodes, node, store, links, watch, settings.timeout_s).run(listener, own)
@@ -261,6 +264,7 @@ class _Linking:
                 address = NodeAddress(**json.loads(self._await_key(f"node/{node}", node)))
                 addresses[node] = address
                 self._check_reachable(node, address)
+                self._check_compression(node, address, own)
                 for connection in range(max(own.num_devices, address.num_devices)):
                     if node < self._node:
                         self._links.add(node, connection, self._call(node, connection, address, secret))
@@ -276,6 +280,13 @@ class _Linking:
                 f"{self._nodes.describe(node)} listens on {address.host}, which no other machine can reach. "
                 "Set MASTER_ADDR to an address of worker 0's machine other than a loopback address, or "
                 "COARSE_NODE_ADDRESS on each machine."
+            )
+
+    def _check_compression(self, node: int, address: NodeAddress, own: NodeAddress) -> None:
+        if address.compression != own.compression:
+            raise RendezvousError(
+                f"COARSE_NODE_COMPRESSION is {own.compression} on {self._nodes.describe(self._node)}, but "
+                f"{address.compression} on {self._nodes.describe(node)}; set it alike on all nodes"
             )
 
     def _await_key(self, key: str, node: int) -> bytes:

@@ -82,6 +82,22 @@ def describe_algorithm(settings: Settings, table: PartitionTable, *, num_nodes: 
     return f"algorithm: {small}, for larger ones the fastest of {', '.join(found)}, measured at their registration"
 
 
+def describe_compression(settings: Settings, *, num_nodes: int) -> str:
+    """How gradients travel between nodes, in words; "" if COARSE_NODE_COMPRESSION says nothing.
+
+    Args:
+        settings, num_nodes: As for algorithms_of().
+    """
+    compression = settings.node_compression
+    if compression == "none":
+        return ""
+    if num_nodes == 1:
+        return (
+            f"compression between nodes: none: COARSE_NODE_COMPRESSION={compression}, but there is one node"
+        )
+    return f"compression between nodes: float32 gradients as {compression}, set by COARSE_NODE_COMPRESSION"
+
+
 def distant_gpus(table: PartitionTable) -> list[str]:
     """Pairs of GPUs with memory devices that cannot reach each other's memory, as "cuda:0 and cuda:1"."""
     if not table.is_on_gpus:

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from coarse.emulation.machine import Emulation
 from coarse.emulation.paced_links import link_table_bytes
 from coarse.kernels import _native
+from coarse.settings import NODE_COMPRESSIONS
 from coarse.wire.reconnection_plan import ReconnectionPlan
 
 HOME_DEVICE = 0
@@ -61,6 +62,7 @@ class DeviceJob:
             for none.
         join_timeout_s: How long to wait for all workers to connect.
         node_patience_ms: Milliseconds for which another node may answer nothing before it is lost.
+        node_compression: As in Settings.
         heartbeat_s: Seconds without progress before another device counts as lost; 0 disables.
         keep_s: How long to wait for the workers of the next attempt if workers are lost; 0 disables waiting.
         replicas: Extra copies of each memory device's contents, on the next devices of the ring.
@@ -102,6 +104,7 @@ class DeviceJob:
     replicas: int = 0
     min_workers: int = 0
     replaces_workers: bool = False
+    node_compression: str = "none"
     vacant: tuple[int, ...] = ()
     clients_of: tuple[tuple[int, ...], ...] = ()
     reconnection: ReconnectionPlan | None = None
@@ -159,6 +162,11 @@ class DeviceJob:
     def ranks(self) -> tuple[int, ...]:
         """The ranks of this node's workers, by client number."""
         return self.nodes[self.node]
+
+    @property
+    def compression_number(self) -> int:
+        """How gradients travel between nodes, as native code numbers it."""
+        return NODE_COMPRESSIONS.index(self.node_compression)
 
     def rank(self, client: int) -> int:
         """The rank of a worker of this node, as messages name it."""

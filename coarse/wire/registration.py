@@ -72,6 +72,7 @@ class GroupSchema:
         routes: The routing table of each worker, whose slots then lie in the memory devices of its routes; () if
             slots lie in the worker's own device, regardless of the shards' routes.
         is_boundary: Whether newcomers become members at its completion (docs/design/membership.md).
+        are_gradients: Whether its means may be compressed between nodes (COARSE_NODE_COMPRESSION).
     """
 
     name: str
@@ -87,6 +88,7 @@ class GroupSchema:
     large_algorithm: str = "direct"
     routes: tuple[RoutingTable, ...] = ()
     is_boundary: bool = False
+    are_gradients: bool = False
 
     @property
     def kept_bytes(self) -> int:
@@ -108,6 +110,12 @@ class GroupSchema:
     def has_tables(self) -> bool:
         """Whether some of its tensors receive rows as contributions."""
         return any(spec.row_elements for spec in self.specs)
+
+    @property
+    def compressible_bytes(self) -> int:
+        """Bytes of the tensors that may be compressed between nodes."""
+        means = (spec for spec in self.specs if spec.dtype == "float32" and spec.op == "mean")
+        return sum(spec.nbytes for spec in means if not spec.row_elements) if self.are_gradients else 0
 
     def partition(self) -> PartitionPlan:
         """The layout, which worker and memory device compute in the same way."""
@@ -143,6 +151,7 @@ class GroupSchema:
             shards=shards,
             num_states=-1 if self.state_names is None else len(self.state_names),
             row_elements=[spec.row_elements for spec in self.specs] if self.has_tables else [],
+            are_gradients=self.are_gradients,
         )
 
     def to_message(self, group: int) -> Message:
@@ -163,6 +172,7 @@ class GroupSchema:
             "on_host": self.on_host,
             "state_names": None if self.state_names is None else list(self.state_names),
             "is_boundary": self.is_boundary,
+            "are_gradients": self.are_gradients,
             "window_bytes": self.window_bytes,
             "routes": [[table.lat_proxy, table.bw_proxy, table.threshold_bytes] for table in self.routes],
         }
@@ -200,6 +210,7 @@ class GroupSchema:
                 is_open=message.get("is_open") is True,
                 on_host=message.get("on_host") is True,
                 is_boundary=message.get("is_boundary") is True,
+                are_gradients=message.get("are_gradients") is True,
                 state_names=None if state_names is None else tuple(map(str, state_names)),
                 window_bytes=int_field(message, "window_bytes"),
                 routes=tuple(

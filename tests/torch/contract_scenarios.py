@@ -367,6 +367,7 @@ def hooks_that_average_keep_the_rest_on_the_workers(context: Context) -> Any:
         warnings.simplefilter("always")
         DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     assert "a communication hook averages gradients instead of" in str(caught[0].message)
+    assert "COARSE_NODE_COMPRESSION=bf16, fp16 or int8" in str(caught[0].message)
     model = context.wrap(nn.Embedding(8, 4, sparse=True))
     with raises(ValueError, "dense gradients", "sparse=False", "bf16_compress_hook"):
         model.register_comm_hook(None, lambda state, bucket: None)

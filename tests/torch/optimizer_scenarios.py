@@ -309,12 +309,13 @@ def gradients_that_are_rounded_leave_the_optimizer_on_the_workers(context: Conte
         optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     assert not optimizer.runs_in_memory_devices
     assert "communication hook sends gradients as torch.float16" in str(warned[0].message)
+    assert "COARSE_NODE_COMPRESSION=bf16, fp16 or int8" in str(warned[0].message)
     model(context.inputs(0, 4, 8)).square().mean().backward()
     optimizer.step()
     assert_equal_on_all_workers(context, model.parameters())
     other = context.wrap(mlp())
     offload(context, torch.optim.SGD(other.parameters(), lr=0.1), other)
-    with raises(RuntimeError, "the optimizer runs on the workers"):
+    with raises(RuntimeError, "COARSE_NODE_COMPRESSION", "the optimizer runs on the workers"):
         other.register_comm_hook(None, default_hooks.fp16_compress_hook)
 
 

@@ -90,6 +90,13 @@ def test_gradients_that_the_processor_copies_are_noted_where_somebody_said_so():
     assert doctor.transfer_findings(Settings()) == []
 
 
+def test_gradients_that_are_compressed_between_nodes_are_shown_where_somebody_said_so():
+    (finding,) = doctor.compression_findings(Settings(node_compression="int8"))
+    assert finding.status == doctor.GOOD
+    assert finding.value.startswith("float32 gradients as int8, by COARSE_NODE_COMPRESSION")
+    assert doctor.compression_findings(Settings()) == []
+
+
 def test_a_variable_that_cannot_be_is_a_failure(monkeypatch):
     monkeypatch.setenv("COARSE_ALGORITHM", "bad")
     (finding,) = doctor.settings_findings(MEMORY)

@@ -89,6 +89,7 @@ def test_without_variables_the_defaults_hold():
         ("COARSE_ROUTING_THRESHOLD_BYTES", ""),
         ("COARSE_ALGORITHM", "fastest"),
         ("COARSE_SCHEDULING", "QUEUES"),
+        ("COARSE_NODE_COMPRESSION", "int4"),
         ("COARSE_TIMEOUT_S", "soon"),
         ("COARSE_TIMEOUT_S", "0"),
         ("COARSE_TIMEOUT_S", "nan"),
@@ -138,6 +139,10 @@ def test_a_machine_takes_the_algorithms_whose_transfers_are_paced(algorithm):
         (
             {"keep_devices": 60.0, "algorithm": "direct"},
             "COARSE_KEEP_DEVICES cannot be combined with COARSE_MACHINE",
+        ),
+        (
+            {"node_compression": "int8"},
+            "COARSE_NODE_COMPRESSION=int8 cannot be combined with COARSE_MACHINE",
         ),
         (
             {"routing": "spread", "algorithm": "ring"},

@@ -409,7 +409,7 @@ class DistributedDataParallel(UnsupportedFeatures):
         twice. torch's allreduce_hook changes nothing. Any other hook, such as torch's powerSGD_hook, receives buckets
         as under torch's class and averages them in place of the memory devices, with its own process group. Buckets
         contain parameters from the last to the first, in every iteration. With a hook, no optimizer runs in the
-        memory devices.
+        memory devices; COARSE_NODE_COMPRESSION sends less between nodes with such an optimizer, too.
 
         Raises:
             TypeError: If `hook` is not callable.
@@ -441,7 +441,9 @@ class DistributedDataParallel(UnsupportedFeatures):
         if self._gradients is not None and self._gradients.offloaded:
             raise RuntimeError(
                 "this model's optimizer runs in the memory devices, which need gradients in the dtype of the "
-                "parameters; register the communication hook first, and the optimizer runs on the workers"
+                "parameters. To send less between nodes, set COARSE_NODE_COMPRESSION to bf16, fp16 or int8, which "
+                "works with such an optimizer. For another hook, register it first, and the optimizer runs on the "
+                "workers"
             )
         self.ensure_registered()
         self._has_hook = True

@@ -129,7 +129,7 @@ class RegisteredGradients:
         ]
         gpu = common_gpu(self._parameters) if self._may_use_streams else ""
         if offload is None:
-            group = session.register(name, specs, gpu=gpu, memory=self._memory)
+            group = session.register(name, specs, are_gradients=True, gpu=gpu, memory=self._memory)
         else:
             window_bytes = max(1, sum(spec.nbytes for spec in specs) // _WINDOWS_PER_MODEL)
             group = session.register_parameters(
