@@ -23,7 +23,7 @@ from torch_digits import accuracy_of, build_model, load_data, shifted
 
 import coarse.torch
 
-EPOCHS, BATCH = 16, 32
+EPOCHS, BATCH = 30, 32
 
 
 def main() -> None:
