@@ -67,7 +67,8 @@ def main() -> None:
     identity = WorkerIdentity.from_environment()
     results = hashlib.sha256()
     with Session.join(identity=identity, store=DirectoryStore(folder)) as session:
-        group = session.register("tensors", SPECS, gpu=gpu_uuid(0) if place == "gpu" else "")
+        gpu = gpu_uuid(0) if place == "gpu" else ""
+        group = session.register("tensors", SPECS, are_gradients=True, gpu=gpu)
         slots = [bytes_of(group.buffer(index)) for index in range(len(SPECS))]
         contributors = []
         for step in range(NUM_STEPS):

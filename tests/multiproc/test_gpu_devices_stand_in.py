@@ -99,13 +99,22 @@ def test_results_have_the_bits_of_the_host(stand_ins, tmp_path, host_results, me
     assert found == host_results
 
 
-@pytest.mark.parametrize("memory_devices", [pytest.param("cuda:0", marks=pytest.mark.slow), "cuda:0,cuda:1"])
-def test_several_nodes_have_the_bits_of_the_host(stand_ins, tmp_path, memory_devices):
+@pytest.mark.parametrize(
+    ("memory_devices", "compression"),
+    [
+        pytest.param("cuda:0", "none", marks=pytest.mark.slow),
+        ("cuda:0,cuda:1", "none"),
+        ("cuda:0,cuda:1", "int8"),
+        pytest.param("cuda:0", "bf16", marks=pytest.mark.slow),
+    ],
+)
+def test_several_nodes_have_the_bits_of_the_host(stand_ins, tmp_path, memory_devices, compression):
     nodes = ("a", "b", "b")
-    expected, errors = run_workers(tmp_path, "2", "reduce_script.py", "host", nodes=nodes)
+    setting = {"COARSE_NODE_COMPRESSION": compression}
+    expected, errors = run_workers(tmp_path, "2", "reduce_script.py", "host", nodes=nodes, **setting)
     assert None not in expected, errors
     found, errors = run_workers(
-        tmp_path, memory_devices, "reduce_script.py", "host", nodes=nodes, **stand_ins
+        tmp_path, memory_devices, "reduce_script.py", "host", nodes=nodes, **setting, **stand_ins
     )
     assert None not in found, errors
     assert found == expected
