@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from node_network import INTERFACE
 
 from coarse.bench.harness.launchers import find_program
-from coarse.settings import Settings
 
 STEP, ALL_REDUCE = "step", "all_reduce"
 """Operations."""
@@ -83,6 +82,4 @@ def missing(system: str) -> str:
     """Why a system cannot run here; "" if it can."""
     if system in MPICH and find_program("mpiexec.hydra") is None:
         return f"{system}: not installed, left out. To get it: pip install mpich"
-    if system == "coarse-int8" and not hasattr(Settings, "node_compression"):
-        return "coarse-int8: this version has no COARSE_NODE_COMPRESSION, left out"
     return ""
