@@ -89,9 +89,9 @@ def train_with_replacement(
     step = session.join_training(state={"optimizer": optimizer})
     last = step + 1 + arguments.steps_with_newcomer if is_new else sys.maxsize
 
-    def note_change(members: tuple[int, ...]) -> None:
+    def note_change(change: Any) -> None:
         nonlocal last
-        if len(members) > arguments.min_workers:
+        if change.joined:
             last = step + arguments.steps_with_newcomer
 
     session.on_change(note_change)

@@ -16,6 +16,7 @@ from coarse.arrays import AnyArray, HostValues
 from coarse.client.async_reducer import AsyncReducer
 from coarse.client.client import Client
 from coarse.client.link_probes import LinkProbes
+from coarse.client.members import WorldChange
 from coarse.client.memory.parameter_storage import StorageSnapshot
 from coarse.client.memory.stored_value import StoredValue
 from coarse.client.single_worker import SingleWorkerClient, SingleWorkerTensorGroup
@@ -602,8 +603,14 @@ class Session:
         client = self._open()
         return client.members.ranks if isinstance(client, Client) else (self.identity.rank,)
 
-    def on_change(self, callback: Callable[[tuple[int, ...]], object]) -> None:
-        """Calls back with `members` when they change: after the same step on all workers, in the training thread."""
+    def on_change(self, callback: Callable[[WorldChange], object]) -> None:
+        """Calls back when `members` change: after the same step on all workers, in the training thread.
+
+        A new worker is not called for its own entry: `members` is the world in which it begins.
+
+        Args:
+            callback: Is told the ranks before and after, `change.old` and `change.new`.
+        """
         client = self._open()
         if isinstance(client, Client):
             client.members.on_change(callback)

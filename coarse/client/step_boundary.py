@@ -173,7 +173,7 @@ class StepBoundary:
         self._native.enter_epoch(epoch, members)
         self.epoch = epoch
         self._entered = frozenset(self._ranks[each] for each in self._native.newcomers_of(epoch))
-        self._members.replace(position.members)
+        self._members.begin(position.members)
         send_to_all(connections, {"type": "entered"})
 
     def _take(self, position: Position) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from coarse.client.members import WorldChange
 from coarse.env import invitation
 from coarse.errors import SyncTimeoutError
 from coarse.session import Session
@@ -175,10 +176,10 @@ class ElasticSampler(torch.utils.data.Sampler):  # type: ignore[misc]
             self._num_taken -= 1
             self._is_entering = False
 
-    def _note_members(self, members: tuple[int, ...]) -> None:
+    def _note_members(self, change: WorldChange) -> None:
         """Divides what lost workers had not used among the others."""
         if not self._is_awaiting:
-            self._division.lose({*self._division.members} - {*members})
+            self._division.lose({*self._division.members} - {*change.new})
 
     def _welcome(self, newcomers: frozenset[int]) -> None:
         """Gives newcomers samples for this step and tells them where all are."""

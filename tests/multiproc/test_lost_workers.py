@@ -187,7 +187,7 @@ def training(*, steps=6, lose=None, lost=LOST, **settings):
     def worker(me):
         changes = []
         with me.join(**{"min_workers": 1, "memory_devices": 2, **settings}) as session:
-            session.on_change(lambda members: changes.append([len(taken) + 1, *members]))
+            session.on_change(lambda change: changes.append([len(taken) + 1, *change.new]))
             group = session.register("weights", specs())
             me.tell(session.device_pids)
             taken = []

@@ -26,6 +26,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import coarse.torch
+from coarse.client.members import WorldChange
 
 NUM_SAMPLES, BATCH, LOST, LOST_STEP, MANY = 500, 4, 1, 5, 10_000
 FOLDER, MODE, NUM_LOADERS = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
@@ -56,13 +57,12 @@ def main() -> None:
     loop = sampler
     if MODE in ("recovery", "restart"):
         loop = coarse.torch.Recovery(model, optimizer, state={"sampler": sampler})
-    last_epoch, num_members = (2 if MODE == "restart" else MANY), len(session.members)
+    last_epoch = 2 if MODE == "restart" else MANY
 
-    def note_change(members: tuple[int, ...]) -> None:
-        nonlocal last_epoch, num_members
-        if len(members) > num_members and not session.is_newcomer:
+    def note_change(change: WorldChange) -> None:
+        nonlocal last_epoch
+        if change.joined:
             last_epoch = sampler.epoch + 1
-        num_members = len(members)
 
     session.on_change(note_change)
     if IS_NEW:

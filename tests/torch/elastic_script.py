@@ -6,7 +6,7 @@ With `plain`, torch's optimizer runs on the workers; otherwise the memory device
 SIGKILL in the middle of its fourth backward, or raises an error there.
 
 Each worker that ends normally writes REPORT-FOLDER/end-RANK: a hash of parameters, buffers and optimizer state, the
-members, and the steps after which they changed.
+members, and their changes: the step, the members before and after.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ def main() -> None:
     rank = int(os.environ["RANK"])
     torch.manual_seed(rank)
     trained = nn.Sequential(nn.Linear(8, 300), nn.BatchNorm1d(300), nn.ReLU(), nn.Linear(300, 4))
-    model = coarse.torch.DistributedDataParallel(trained)
+    step, changes = 0, []
+    model = coarse.torch.DistributedDataParallel(
+        trained, on_change=lambda change: changes.append([step, change.old, change.new])
+    )
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     if mode != "plain":
         optimizer = coarse.torch.DistributedOptimizer(optimizer, model, overlap=mode == "overlap")
         assert optimizer.runs_in_memory_devices
     assert model.session is not None
-    step, changes = 0, []
-    model.session.on_change(lambda members: changes.append([step, *members]))
 
     def end(parameter: nn.Parameter) -> None:
         if step == 4 and fate == "raise":

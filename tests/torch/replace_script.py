@@ -36,6 +36,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR
 
 import coarse.torch
+from coarse.client.members import WorldChange
 from coarse.session import Session
 
 BATCH, LAST_STEPS, MOST_STEPS = 4, 5, 6_000
@@ -162,14 +163,13 @@ def main() -> None:
         die_while_reading(session)
     die_while_storing(session)
     step = first = session.join_training(state=None if MODE == "unnamed" else state)
-    last, num_entries, num_members = MOST_STEPS, 0, len(session.members)
+    last, num_entries = MOST_STEPS, 0
     changes: list[list[int]] = []
 
-    def note_change(members: tuple[int, ...]) -> None:
-        nonlocal last, num_entries, num_members
-        changes.append([step, *members])
-        num_entries += len(members) > num_members
-        num_members = len(members)
+    def note_change(change: WorldChange) -> None:
+        nonlocal last, num_entries
+        changes.append([step, *change.new])
+        num_entries += bool(change.joined)
         if num_entries == NUM_ENTRIES:
             last = step + LAST_STEPS
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.utils import _to_kwargs
 
+from coarse.client.members import WorldChange
 from coarse.env import WorkerIdentity
 from coarse.errors import SessionClosedError, SyncTimeoutError
 from coarse.session import AnyTensorGroup, Session
@@ -116,6 +117,8 @@ class DistributedDataParallel(UnsupportedFeatures):
         device_mesh: One-dimensional mesh of the workers to average with.
         skip_all_reduce_unused_params: Accepted; parameters that no worker used are never transferred.
         forward_sync_buffers: Whether each forward starts with worker 0's buffers; default True.
+        on_change: Not of torch's class: is told the old and the new world when workers are lost, leave or join, as by
+            session.on_change(). Never called in a job of one worker.
 
     Raises:
         SchemaMismatchError: If the models of the workers differ; names the first difference.
@@ -145,6 +148,7 @@ class DistributedDataParallel(UnsupportedFeatures):
         bucket_cap_mb_list: Sequence[float] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        on_change: Callable[[WorldChange], object] | None = None,
     ) -> None:
         # torch's constructor would build a Reducer, whose hooks would average a second time.
         torch.nn.Module.__init__(self)
@@ -176,6 +180,8 @@ class DistributedDataParallel(UnsupportedFeatures):
         self._begin()
         if self._world_size > 1:
             self._register(init_sync=init_sync, broadcast_buffers=broadcast_initially)
+            if on_change is not None:
+                self._session.on_change(on_change)
         elif self._awaited.are_missing:
             raise ValueError(f"{_NO_VALUES}; a job of one worker cannot copy them from another one")
 
