@@ -69,6 +69,7 @@ def main() -> None:
     optimizer = optimizer_of(model)
     session = model.session
     assert session is not None
+    session.join_training(state={"optimizer": optimizer})
     step, num_forwards, last = 0, 0, MOST_STEPS
     moves: dict[int, float] = {}
 

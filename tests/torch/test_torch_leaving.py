@@ -24,6 +24,7 @@ REPLACING = ("--on-loss", "replace", "--max-restarts", "2")
         ("plain", 0, ()),
         ("accumulate", 1, ()),
         ("overlap", 1, REPLACING),
+        ("accumulate", 2, REPLACING),
         pytest.param("backward", 0, REPLACING, marks=pytest.mark.slow),
         pytest.param("backward", 2, (), marks=pytest.mark.slow),
     ],

@@ -483,9 +483,9 @@ class DistributedDataParallel(UnsupportedFeatures):
         self._awaited.check()
         if torch.is_grad_enabled():
             self._leave_if_asked()
-        if torch.is_grad_enabled() and self.require_backward_grad_sync:
-            self.ensure_registered()
-            self.average_thawed()
+            if self.require_backward_grad_sync:
+                self.ensure_registered()
+                self.average_thawed()
             self._begin_step()
         if self._gradients is not None:
             self._gradients.check()
