@@ -113,6 +113,7 @@ class Session:
         """How a new worker enters this session in the place of a lost one; None if it takes none."""
         self.worker_state: Mapping[str, WorkerState] = {}
         """The `state` of join_training()."""
+        self._on_leave: list[Callable[[], object]] = []
         client.metrics.set("coarse_world_size", identity.world_size)
         client.metrics.set("coarse_restarts", attempt.number)
         self._answering: AnsweringWorker | None = None
@@ -624,6 +625,10 @@ class Session:
         if isinstance(client, Client):
             client.members.on_newcomers(callback)
 
+    def on_leave(self, callback: Callable[[], object]) -> None:
+        """Calls back in leave(), while this worker is still connected."""
+        self._on_leave.append(callback)
+
     @property
     def is_newcomer(self) -> bool:
         """Whether this worker has the place of a lost one, and does not take part in the training yet."""
@@ -701,6 +706,8 @@ class Session:
                 f"worker {self.identity.rank} cannot leave early: the others need it. Set COARSE_MIN_WORKERS, and "
                 "they go on without it; or give every worker the same number of steps, and call close()"
             )
+        for callback in self._on_leave:
+            callback()
         steps = self._client.num_steps
         note = {"left": self.identity.rank, "step": steps, "is_asked": self.is_asked_to_leave}
         tell_launcher(notes_pipe(), note)

@@ -1,14 +1,16 @@
 """Trains on the numbers of a dataset's samples, and writes which were trained on, while workers are lost.
 
-    elastic_sampler_script.py REPORT-FOLDER replace|recovery|refused|restart NUM-LOADERS
+    elastic_sampler_script.py REPORT-FOLDER replace|recovery|refused|restart|leave|term NUM-LOADERS [STEP]
 
 `replace` divides samples with an ElasticSampler while worker 1 dies by SIGKILL in the backward of its fifth step, and
 a new one takes its place; `recovery` does it by way of Recovery's loops. All end an epoch after that in which the new
 worker came. `refused` constructs a Recovery without sampler. `restart` dies alike, when memory devices are kept, and
-ends after three epochs. NUM-LOADERS processes load batches in advance.
+ends after three epochs. With `leave`, worker 1 leaves as planned when it has the batch of step STEP, and with `term`
+some time after a SIGTERM in that step; the others end an epoch later. NUM-LOADERS processes load batches in advance.
 
-A line of REPORT-FOLDER/seen-RANK-PID is a batch: the epoch and the samples. With `restart` it is written when its
-step is over, otherwise before the step. Each worker that ends normally writes REPORT-FOLDER/end-RANK: the last epoch.
+A line of REPORT-FOLDER/seen-RANK-PID is a batch: the epoch and the samples. It is written before the step if the
+worker may be lost in it, otherwise when the step is over. Each worker that ends normally writes
+REPORT-FOLDER/end-RANK: the last epoch.
 """
 
 from __future__ import annotations
@@ -28,8 +30,10 @@ from torch.utils.data import DataLoader, Dataset
 import coarse.torch
 from coarse.client.members import WorldChange
 
-NUM_SAMPLES, BATCH, LOST, LOST_STEP, MANY = 500, 4, 1, 5, 10_000
+NUM_SAMPLES, BATCH, LOST, MANY = 500, 4, 1, 10_000
 FOLDER, MODE, NUM_LOADERS = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+LOST_STEP = int(sys.argv[4]) if len(sys.argv) > 4 else 5
+IS_LOST_IN_STEP = MODE in ("replace", "recovery")
 RANK, IS_NEW = int(os.environ["RANK"]), "COARSE_INVITATION" in os.environ
 IS_FIRST = not IS_NEW and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
 
@@ -61,7 +65,7 @@ def main() -> None:
 
     def note_change(change: WorldChange) -> None:
         nonlocal last_epoch
-        if change.joined:
+        if change.joined or MODE in ("leave", "term"):
             last_epoch = sampler.epoch + 1
 
     session.on_change(note_change)
@@ -75,16 +79,22 @@ def main() -> None:
                 break
             for batch in loader if loop is sampler else loop.batches(loader):
                 step += 1
+                is_last = RANK == LOST and step == LOST_STEP and IS_FIRST
+                if is_last and MODE == "leave":
+                    session.leave()
+                    return
+                if is_last and MODE == "term":
+                    os.kill(os.getpid(), signal.SIGTERM)
                 line = json.dumps([epoch, batch.tolist()]) + "\n"
-                if MODE != "restart":
+                if IS_LOST_IN_STEP:
                     seen.write(line)
                 optimizer.zero_grad()
                 loss = model(batch[:, None].float()).square().mean()
-                if RANK == LOST and step == LOST_STEP and IS_FIRST:
+                if is_last and MODE in ("replace", "recovery", "restart"):
                     model.module[1].weight.register_post_accumulate_grad_hook(lambda _: die())
                 loss.backward()
                 optimizer.step()
-                if MODE == "restart":
+                if not IS_LOST_IN_STEP:
                     seen.write(line)
                 time.sleep(0.005)
     (FOLDER / f"end-{RANK}").write_text(str(last_epoch))

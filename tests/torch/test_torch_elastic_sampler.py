@@ -23,6 +23,7 @@ REPLACE = (
     *("coarse", "run", "-n", "3", "--min-workers", "2", "--memory-devices", "2"),
     *("--on-loss", "replace", "--max-restarts", "2"),
 )
+CONTINUE = ("coarse", "run", "-n", "3", "--min-workers", "2", "--memory-devices", "2")
 KEPT = ("coarse", "run", "-n", "2", "--max-restarts", "1", "--keep-devices", "60")
 
 
@@ -75,6 +76,30 @@ def test_each_sample_is_seen_once_while_a_worker_is_lost_and_replaced(
     assert len({tuple(samples) for _, samples in batches_of(tmp_path, 0)}) > 100, (
         "epochs differ in their order"
     )
+
+
+@pytest.mark.parametrize(
+    ("mode", "num_loaders", "step"),
+    [
+        ("leave", 2, 6),
+        ("leave", 2, 42),
+        ("term", 2, 5),
+        pytest.param("leave", 0, 6, marks=pytest.mark.slow),
+        pytest.param("leave", 0, 42, marks=pytest.mark.slow),
+    ],
+)
+def test_a_worker_that_leaves_as_planned_takes_no_sample_along(
+    tmp_path: Path, mode: str, num_loaders: int, step: int
+) -> None:
+    """Neither those that it had loaded in advance nor those of the step before which it leaves."""
+    launch(CONTINUE, SCRIPT, (str(tmp_path), mode, str(num_loaders), str(step)))
+    (last_epoch,) = {int((tmp_path / f"end-{rank}").read_text()) for rank in (0, 2)}
+    num_unseen = 0 if mode == "leave" else 1  # fewer than workers, if it has left at a step that is not known
+    for each in counts_by_epoch(batches_of(tmp_path), last_epoch):
+        assert set(each.values()) == {1}, "no sample twice"
+        assert len(each) >= NUM_SAMPLES - num_unseen
+    by_leaver = sum(len(samples) for _, samples in batches_of(tmp_path, 1))
+    assert by_leaver >= (step - 2) * BATCH, "it has trained before"
 
 
 def test_restarted_workers_go_on_with_the_samples_that_no_step_has_used(tmp_path: Path) -> None:
