@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -164,3 +165,34 @@ def test_a_state_that_cannot_be_stored_is_refused_in_the_first_step(tmp_path: Pa
     said = refusal(tmp_path, "--on-loss", "replace", "--max-restarts", "1", mode="odd")
     assert "join_training/state/odd/value is a builtins.object" in said
     assert "COARSE_ON_LOSS=continue" in said
+
+
+DENSE_REFUSALS = {
+    "group": "new workers can join torch's default process group only",
+    "second model": "a second model was wrapped, and a newcomer joins the steps of one. Wrap one model",
+    "checkpointer": "lets the workers agree through torch's own process group, which fails when one is lost",
+    "join": "join() asks all workers through torch's own process group, which fails when one is lost",
+    "hook": "a communication hook averages gradients by torch's own process group, which newcomers lack",
+}
+
+
+@pytest.mark.parametrize(
+    ("mode", "refusals"),
+    [
+        ("dense", DENSE_REFUSALS),
+        ("sparse", {"sparse": "the model has sparse gradients. Build its embeddings with sparse=False"}),
+        ("stale", {"staleness": "workers have copies of the parameters. Pass staleness=0"}),
+    ],
+)
+def test_training_with_which_a_new_worker_could_not_go_on_is_refused(
+    tmp_path: Path, mode: str, refusals: dict[str, str]
+) -> None:
+    """On all workers, with what to do instead."""
+    launcher = ("coarse", "run", "-n", "2", "--min-workers", "1", *COARSE_RUN[-4:])
+    launch(launcher, Path(__file__).parent / "refusal_script.py", (str(tmp_path), mode))
+    for rank in range(2):
+        said = json.loads((tmp_path / f"refusals-{rank}").read_text())
+        assert said.keys() == refusals.keys()
+        for asked, reason in refusals.items():
+            assert reason in said[asked]
+            assert re.search("or (set COARSE_ON_LOSS=continue|unset )", said[asked]), said[asked]

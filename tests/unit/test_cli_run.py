@@ -161,6 +161,11 @@ def test_a_flag_beats_what_the_environment_says_in_another_way(tmp_path):
             "COARSE_ROUTING=profile cannot be combined with COARSE_KEEP_DEVICES and memory devices on GPUs",
         ),
         (("--memory-devices", "cuda:0", "--profile", "refresh"), "whose links are measured when"),
+        (
+            ("--memory-devices", "cuda:0", "--min-workers", "1"),
+            "only if its memory devices use the memory of the host",
+        ),
+        (("--min-workers", "1", *TWO_NODES), "goes on without lost workers within one node only"),
     ],
 )
 def test_memory_devices_that_cannot_be_are_refused_before_anything_starts(flags, message):

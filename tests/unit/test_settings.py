@@ -184,6 +184,8 @@ def test_a_default_is_what_users_may_write_themselves(declaration):
         (2, "auto", 2),
         (2, "continue", 2),
         (0, "continue", 1),
+        (0, "replace", 1),
+        (2, "replace", 2),
         (2, "restart", 0),
         (0, "restart", 0),
     ],
@@ -210,7 +212,8 @@ def test_a_job_goes_on_after_a_loss_if_the_settings_say_so(min_workers, on_loss,
 def test_what_needs_all_workers_is_refused_if_a_job_goes_on_without_lost_ones(needs_all):
     Settings(min_workers=2, on_loss="restart", **needs_all)
     (name,) = needs_all
-    with pytest.raises(
-        ValueError, match=rf"a job cannot go on without lost workers if .*COARSE_{name.upper()}.*; "
-    ):
-        Settings(min_workers=2, **needs_all)
+    for on_loss in ("continue", "replace"):
+        with pytest.raises(
+            ValueError, match=rf"a job cannot go on without lost workers if .*COARSE_{name.upper()}.*; "
+        ):
+            Settings(min_workers=2, on_loss=on_loss, **needs_all)
