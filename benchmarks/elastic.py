@@ -1,12 +1,13 @@
 """How long the others stand still when a worker is killed: COARSE, torchft and torch elastic, in turns.
 
-    python benchmarks/elastic.py [--model digits] [--workers 3] [--rounds 3] [--systems coarse torchft torchrun]
+    python benchmarks/elastic.py [--model digits bert-small] [--workers 2 4] [--rounds 3] [--systems coarse torchft]
 
-Each job trains the same model on the same random batches with AdamW. When worker 1 has made `--before` steps, it is
-killed by SIGKILL, at a random moment of a step. Each survivor's clock gives its median step and the 99th percentile
-before the kill, its longest step after it, and the time from the kill to the end of its next step that counted. Steps
-that did not count are lost. All figures are measured. torchft is a package of its own (`pip install torchft`), and is
-left out with a word where it is missing.
+In each round the systems take turns, for each model and number of workers. Their jobs train the same model on the
+same random batches with AdamW. When worker 1 has made `--before` steps, it is killed by SIGKILL, at a random moment
+of a step. Each survivor's clock gives its median step and the 99th percentile before the kill, its longest step after
+it, and the time from the kill to the end of its next step that counted. Steps that did not count are lost. All
+figures are measured. torchft is a package of its own (`pip install torchft`), and is left out with a word where it is
+missing. A job that fails is reported and left out, and the others go on.
 """
 
 from __future__ import annotations
@@ -47,6 +48,20 @@ JOIN_TIMEOUT_MS = 1000
 
 class JobFailedError(Exception):
     """A job ended in another way than it should; the message ends with its output."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """The samples of a worker in a step, and the steps before and after the kill."""
+
+    batch: int
+    before: int
+    after: int
+
+
+SIZES = {"digits": Size(batch=16, before=300, after=300)}
+LARGE = Size(batch=1, before=100, after=40)
+"""Of all other models, unless the command line says otherwise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,7 +257,8 @@ def chosen(systems: list[str], console: Console) -> list[str]:
 
 def print_table(plan: Plan, outcomes: list[Outcome], console: Console) -> None:
     """A row a system: medians over the rounds, and the worst round."""
-    title = f"SIGKILL of one of {plan.workers} workers, {plan.model}; ms, median of rounds (worst)"
+    job = f"{plan.model}, batch {plan.batch}"
+    title = f"SIGKILL of one of {plan.workers} workers, {job}; ms, median of rounds (worst)"
     table = Table(title=title)
     for name in ("system", "median step", "p99", "longest after", "over p99", "next step", "steps lost"):
         table.add_column(name, justify="left" if name == "system" else "right")
@@ -259,38 +275,71 @@ def in_ms(seconds: list[float]) -> str:
     return f"{statistics.median(seconds) * 1e3:.1f}{worst}"
 
 
-def parser_of_plans(description: str) -> argparse.ArgumentParser:
-    """Reads what all jobs of a benchmark share."""
+def parser_of_plans(description: str, *, several: bool = False) -> argparse.ArgumentParser:
+    """Reads what all jobs of a benchmark share; `several` models and numbers of workers, or one of each."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="digits")
+    number = "+" if several else None
+    parser.add_argument("--model", nargs=number, default=["digits"] if several else "digits")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--sequence", type=int, default=32)
-    parser.add_argument("--workers", type=int, default=3)
+    parser.add_argument("--workers", type=int, nargs=number, default=[3] if several else 3)
     parser.add_argument("--before", type=int, default=300, help="steps before the kill")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path, help="append a record a job")
     return parser
 
 
-def main() -> None:
-    parser = parser_of_plans(__doc__ or "")
-    parser.add_argument("--after", type=int, default=300, help="steps after it")
+def plans_of(arguments: argparse.Namespace) -> list[Plan]:
+    """A plan for each model and number of workers; a model's own size where the command line gives none."""
+    given = {name: getattr(arguments, name) for name in ("batch", "before", "after")}
+    given = {name: value for name, value in given.items() if value is not None}
+    return [
+        Plan(
+            model=model,
+            workers=workers,
+            sequence=arguments.sequence,
+            **{**asdict(SIZES.get(model, LARGE)), **given},
+        )
+        for model in arguments.model
+        for workers in arguments.workers
+    ]
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = parser_of_plans(__doc__ or "", several=True)
+    parser.add_argument("--after", type=int, help="steps after it")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
+    parser.set_defaults(batch=None, before=None)
     arguments = parser.parse_args()
+    if min(arguments.workers) < 2:
+        parser.error("--workers: one is killed and others go on, so a job needs two or more")
+    return arguments
+
+
+def main() -> None:
+    arguments = parse_arguments()
     console = Console(width=110)
-    names = ("model", "batch", "sequence", "workers", "before", "after")
-    plan = Plan(**{name: getattr(arguments, name) for name in names})
-    outcomes = []
-    for number in range(arguments.rounds):
+    outcomes: dict[Plan, list[Outcome]] = {plan: [] for plan in plans_of(arguments)}
+    num_failed = 0
+    for number, plan in itertools.product(range(arguments.rounds), outcomes):
         for system in chosen(arguments.systems, console):
-            outcomes.append(run_job(system, plan))
-            console.print(f"round {number + 1}: {SYSTEMS[system]}: {outcomes[-1]}", highlight=False)
-    print_table(plan, outcomes, console)
-    if arguments.json is not None:
-        records = [{**asdict(plan), **asdict(outcome)} for outcome in outcomes]
-        append_records(arguments.json, records, Provenance.here())
+            name = f"round {number + 1}: {plan.model}, {plan.workers} workers: {SYSTEMS[system]}"
+            try:
+                outcome = run_job(system, plan)
+            except JobFailedError as error:
+                num_failed += 1
+                console.print(f"{name}: {error}", highlight=False, markup=False)
+                continue
+            outcomes[plan].append(outcome)
+            console.print(f"{name}: {outcome}", highlight=False, markup=False)
+            if arguments.json is not None:
+                append_records(arguments.json, [asdict(plan) | asdict(outcome)], Provenance.here())
+    for plan, of_plan in outcomes.items():
+        print_table(plan, of_plan, console)
+    if num_failed:
+        sys.exit(f"{num_failed} job(s) failed and are in no table")
 
 
 if __name__ == "__main__":
