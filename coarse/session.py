@@ -38,7 +38,7 @@ from coarse.profiler.start import OFF, FoundProfile
 from coarse.rendezvous.workers import NodeMap, PeerWatch, gather_workers
 from coarse.schema import UPDATABLE_DTYPES, TensorSpec
 from coarse.security.node_ports import NodePorts
-from coarse.session_checks import (
+from coarse.session_parts.checks import (
     check_emulated_nodes,
     check_losses,
     check_nodes,

@@ -429,7 +429,7 @@ def _require_sound_settings(environment: Mapping[str, str], num_workers: int, nu
         if settings.machine:
             load_machine(settings.machine)
         if settings.max_workers and num_workers * num_nodes == 1:
-            from coarse.session_checks import check_solo
+            from coarse.session_parts.checks import check_solo
 
             check_solo(settings)
         if settings.timeline and not (folder := Path(settings.timeline).absolute().parent).is_dir():
@@ -439,12 +439,12 @@ def _require_sound_settings(environment: Mapping[str, str], num_workers: int, nu
                 f"COARSE_PROFILE={settings.profile} is neither off, cached, auto, refresh nor a file"
             )
         if num_nodes > 1:
-            from coarse.session_checks import check_nodes
+            from coarse.session_parts.checks import check_nodes
 
             check_nodes(settings, num_nodes)
             NodePorts.parse(settings.node_ports).check(num_workers)
         if settings.least_workers:
-            from coarse.session_checks import check_losses
+            from coarse.session_parts.checks import check_losses
 
             num_in_job = num_workers * num_nodes
             check_losses(settings, num_workers=num_in_job, num_nodes=num_nodes, is_of_torchrun=False)
