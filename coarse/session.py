@@ -3,80 +3,40 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
 from coarse.arrays import AnyArray, HostValues
 from coarse.client.async_reducer import AsyncReducer
-from coarse.client.client import Client
 from coarse.client.link_probes import LinkProbes
-from coarse.client.members import WorldChange
 from coarse.client.memory.parameter_storage import StorageSnapshot
 from coarse.client.memory.stored_value import StoredValue
-from coarse.client.single_worker import SingleWorkerClient, SingleWorkerTensorGroup
 from coarse.client.tensor_group import TensorGroup
-from coarse.client.termination_notice import TerminationNotice
-from coarse.client.worker_status import AnsweringWorker, answer_as_worker
 from coarse.emulation.emulated_session import EmulatedSession
-from coarse.env import Attempt, WorkerIdentity, is_of_torchrun, notes_pipe
-from coarse.errors import SessionClosedError
-from coarse.failpoints import Failpoints, parse_failpoints
-from coarse.kernels import _native
+from coarse.env import Attempt, WorkerIdentity
 from coarse.machine.partition_table import PartitionTable
 from coarse.metrics.reporter import MetricsReporter, WriteScalar
 from coarse.metrics.values import Metrics
 from coarse.metrics.writer import MetricsWriter
-from coarse.profiler.link_plan import plan_links
 from coarse.profiler.routing import RoutingTable
-from coarse.profiler.start import OFF, FoundProfile
-from coarse.rendezvous.workers import NodeMap, PeerWatch, gather_workers
-from coarse.schema import UPDATABLE_DTYPES, TensorSpec
-from coarse.security.node_ports import NodePorts
-from coarse.session_parts.checks import (
-    check_emulated_nodes,
-    check_losses,
-    check_nodes,
-    check_ports,
-    check_solo,
-    check_specs,
-    reducible,
-    settings_for_losses,
-    settings_for_nodes,
-)
+from coarse.schema import TensorSpec
+from coarse.session_parts.checks import cannot_update_by, check_specs, check_updatable, reducible
+from coarse.session_parts.membership import Membership
+from coarse.session_parts.plan import SessionPlan
+from coarse.session_parts.session_client import AnyTensorGroup, SessionClient
+from coarse.session_parts.start import Started, starting
 from coarse.settings import Settings
-from coarse.startup.device_connections import Joining, NodeDevices, agree_on_profile, connect, provide_devices
-from coarse.startup.device_processes import DeviceProcesses
-from coarse.startup.newcomer import Invitation, enter_session
-from coarse.startup.node_address import try_address_of_this_node
-from coarse.startup.persistent_devices import Keeping
-from coarse.status.address import job_id
-from coarse.status.launcher_notes import tell_launcher
-from coarse.status.responder import Report
+from coarse.startup.newcomer import Invitation
 from coarse.store import Store
-from coarse.timeline import recorder
-from coarse.timeline.part_files import WORKER, Process
-from coarse.tuning.step_planning import StepPlanning
-from coarse.wire.algorithms import describe_algorithm, describe_compression
 from coarse.wire.registration import EAGER, WorkerMemory
-from coarse.worker_state import WorkerState, checked
+from coarse.worker_state import WorkerState
 
-if TYPE_CHECKING:  # slow to import
-    from coarse.metrics.endpoint import MetricsEndpoint
-    from coarse.profiler.profile import Profile
-
-logger = logging.getLogger(__name__)
+__all__ = ["AnyTensorGroup", "Session"]
 
 _DEVICE_EXIT_TIMEOUT_S = 0.5
-
-
-AnyTensorGroup: TypeAlias = TensorGroup | SingleWorkerTensorGroup
-"""The tensors of one registration, in a job of one or several workers."""
 
 
 class Session:
@@ -86,42 +46,22 @@ class Session:
     several sessions can live in one process.
     """
 
-    def __init__(
-        self,
-        identity: WorkerIdentity,
-        settings: Settings,
-        client: Client | SingleWorkerClient,
-        node: NodeDevices | None,
-        attempt: Attempt,
-    ) -> None:
-        self.identity = identity
-        self.settings = settings
-        self.failpoints = Failpoints(
-            parse_failpoints(settings.failpoints),
-            rank=identity.rank,
-            attempt=attempt.number,
-            device_pid=client.device_pid if isinstance(client, Client) else None,
-        )
-        self._client: Client | SingleWorkerClient | None = client
-        self._node = node
-        self._decisions: tuple[str, ...] = ()
-        self._planning: StepPlanning | None = None
-        self._profile: Profile | None = None
+    def __init__(self, started: Started) -> None:
+        start, client = started.start, started.client
+        self.identity = start.identity
+        self.settings = start.settings
+        self.failpoints = started.failpoints()
+        self._services = start.services
+        self._services.close_with(self)
+        self._client = SessionClient(self.identity.rank, client)
+        self._membership = Membership(self.identity.rank, self.settings.least_workers, self._client)
+        self._node = started.node
+        self._plan = SessionPlan(self.settings, self._client, self._node)
         self._pid = os.getpid()
-        self._endpoint: MetricsEndpoint | None = None
         self.invitation: Invitation | None = None
         """How a new worker enters this session in the place of a lost one; None if it takes none."""
-        self.worker_state: Mapping[str, WorkerState] = {}
-        """The `state` of join_training()."""
-        self._on_leave: list[Callable[[], object]] = []
-        client.metrics.set("coarse_world_size", identity.world_size)
-        client.metrics.set("coarse_restarts", attempt.number)
-        self._answering: AnsweringWorker | None = None
-        this = weakref.ref(self)  # the notice must not keep it alive
-        self._notice = TerminationNotice(
-            lambda: (session := this()) is not None and session._may_leave,
-            lambda: tell_launcher(notes_pipe(), {"is_leaving": identity.rank}),
-        )
+        client.metrics.set("coarse_world_size", self.identity.world_size)
+        client.metrics.set("coarse_restarts", start.attempt.number)
 
     @classmethod
     def join(
@@ -154,20 +94,22 @@ class Session:
             OutOfDeviceMemoryError, MemoryDeviceLostError: If memory devices cannot start.
             ProfileError: If the file that COARSE_PROFILE names is not a profile of these links.
         """
-        settings = settings or Settings.from_environment()
-        attempt = attempt or Attempt.from_environment()
-        answering = answer_as_worker(attempt.job, identity.rank)
-        try:
-            session = cls._join(identity, store, settings, name, attempt)
-        except BaseException:
-            answering.close()
-            raise
-        session._answering = answering
-        if isinstance(session._client, Client):
-            answering.follow(session._client, weakref.WeakMethod(session._describe_plan))
-            session._tell_decisions(attempt.job)
-            session._heed_notices()
-        weakref.finalize(session, answering.close)  # for sessions that nobody closes
+        with starting(identity, settings, attempt) as start:
+            if identity.world_size == 1:
+                return cls(start.alone())
+            with start.together(store, name) as together:
+                session = cls(together.started)
+                try:
+                    with together.watch.telling():
+                        session._plan.make(session, together.node, together.found)
+                        session.invitation = together.invite_newcomers()
+                except BaseException:
+                    session.close()
+                    raise
+            session._services.follow(together.client, session._plan.describe)
+            if identity.rank == 0:
+                session._plan.announce(start.attempt.job)
+            session._membership.heed_notices()
         return session
 
     @classmethod
@@ -193,79 +135,12 @@ class Session:
             RendezvousError: If the place does not become vacant.
             MemoryDeviceLostError, WorkerLostError: If the job has ended.
         """
-        settings = settings_for_losses(settings or Settings.from_environment())
-        attempt = attempt or Attempt.from_environment()
-        answering = answer_as_worker(attempt.job, identity.rank)
-        try:
-            _record_timeline(settings, identity, attempt, node=0)
-            client, node = enter_session(identity, settings, invitation)
-        except BaseException:
-            answering.close()
-            raise
-        session = cls(identity, settings, client, node, attempt)
-        session.invitation = invitation
-        client.adopt_plan(client.routing, invitation.shard_bytes)
-        client.open_boundary(invitation.next_group)
-        client.on_entry(lambda: tell_launcher(notes_pipe(), {"entered": identity.rank}))
-        heed_notices = weakref.WeakMethod(session._heed_notices)
-        client.on_entry(lambda: (heed := heed_notices()) is not None and heed())
-        session._answering = answering
-        answering.follow(client, weakref.WeakMethod(session._describe_plan))
-        weakref.finalize(session, answering.close)
-        return session
-
-    @classmethod
-    def _join(
-        cls, identity: WorkerIdentity, store: Store, settings: Settings, name: str, attempt: Attempt
-    ) -> Session:
-        if identity.world_size == 1:
-            check_solo(settings)
-            _record_timeline(settings, identity, attempt, node=0)
-            session = cls(identity, settings, SingleWorkerClient(), None, attempt)
-            session._serve_metrics()
-            return session
-        has_other_nodes = identity.local_world_size < identity.world_size or bool(settings.node)
-        reached_at = try_address_of_this_node(settings) if has_other_nodes else ""
-        ports = NodePorts.parse(settings.node_ports)
-        with PeerWatch(identity, settings.node, store=store, reached_at=reached_at, ports=ports) as watch:
-            addresses = gather_workers(
-                identity, store, timeout_s=settings.timeout_s, watch=watch, node=settings.node
-            )
-            nodes = NodeMap.of_addresses(addresses)
-            with watch.telling():
-                check_nodes(settings, nodes.num_nodes)
-                check_ports(settings, nodes, nodes.node_of(identity.rank))
-                watch.require_presence()
-                check_emulated_nodes(settings, nodes)
-                check_losses(
-                    settings,
-                    num_workers=identity.world_size,
-                    num_nodes=nodes.num_nodes,
-                    is_of_torchrun=is_of_torchrun(),
-                )
-                settings = settings_for_losses(settings_for_nodes(settings, nodes.num_nodes))
-                if settings.max_workers:
-                    nodes = nodes.with_places(settings.max_workers)
-                joining = Joining(
-                    identity=identity,
-                    store=store,
-                    settings=settings,
-                    nodes=nodes,
-                    watch=watch,
-                    keeping=Keeping(session=name, attempt=attempt) if settings.keep_devices else None,
-                )
-                # First, so that a full disk ends the start of all workers, while they wait for this one.
-                _record_timeline(settings, identity, attempt, node=joining.node)
-            client, node, found = _come_together(joining)
-            session = cls(identity, settings, client, node, attempt)
-            try:
-                with watch.telling():
-                    session._plan_links(client, node, found)
-                    if settings.replaces_workers:
-                        session._invite_newcomers(client, node)
-            except BaseException:
-                session.close()
-                raise
+        with starting(identity, settings, attempt) as start:
+            started = start.enter(invitation)
+            session = cls(started)
+            session.invitation = invitation
+            session._membership.heed_notices_from_entry()
+            session._services.follow(session._client.linked(), session._plan.describe)
         return session
 
     def register(
@@ -273,7 +148,6 @@ class Session:
         name: str,
         specs: Sequence[TensorSpec],
         *,
-        are_gradients: bool = False,
         on_host: bool = False,
         gpu: str = "",
         memory: WorkerMemory = EAGER,
@@ -283,7 +157,6 @@ class Session:
         Args:
             name: Name of the tensor group.
             specs: One for each tensor.
-            are_gradients: Whether COARSE_NODE_COMPRESSION may round float32 means on their way between nodes.
             on_host, gpu, memory: As for Client.register().
 
         Raises:
@@ -292,35 +165,27 @@ class Session:
             ValueError: If `specs` is empty or contains a name twice.
         """
         check_specs(name, specs)
-        client = self._open()
-        if not isinstance(client, Client):
-            return client.register(name, specs)
-        planning = self._planning
-        is_open = planning is not None and planning.may_reduce_on_host
-        group = client.register(
-            name,
-            specs,
-            are_gradients=are_gradients,
-            is_open=is_open,
-            on_host=on_host,
-            gpu=gpu,
-            memory=memory,
-        )
-        if planning is not None and not on_host:
-            planning.watch(self, group, gpu)
+        check_specs(name, specs)
+        client = self._client.of_several()
+        if client is None:
+            return self._client.any().register(name, specs)
+        is_open = self._plan.may_reduce_on_host
+        group = client.register(name, specs, is_open=is_open, on_host=on_host, gpu=gpu, memory=memory)
+        if not on_host:
+            self._plan.watch(self, group, gpu)
         return group
 
     def register_trial(self, name: str, specs: Sequence[TensorSpec], gpu: str) -> TensorGroup:
         """Like register(), but planning ignores the steps of these tensors."""
-        return self._linked().register(name, specs, gpu=gpu)
+        return self._client.linked().register(name, specs, gpu=gpu)
 
     def cannot_move_slots(self, group: TensorGroup) -> str:
         """Client.cannot_move_slots()."""
-        return self._linked().cannot_move_slots(group)
+        return self._client.linked().cannot_move_slots(group)
 
     def move_slots(self, group: TensorGroup, gpu: str) -> bool:
         """Client.move_slots()."""
-        return self._linked().move_slots(group, gpu)
+        return self._client.linked().move_slots(group, gpu)
 
     def cannot_update(self, gpu: str = "") -> str:
         """Why the memory devices of this session cannot run an optimizer; "" if they can.
@@ -328,13 +193,10 @@ class Session:
         Args:
             gpu: GPU of the parameters, as for Client.register().
         """
-        if not isinstance(self._open(), Client):
+        client = self._client.of_several()
+        if client is None:
             return "a job of one worker has no memory devices"
-        if self.settings.machine:
-            return f"updates are not paced to the links of {self.settings.machine}"
-        if self.settings.sync_algorithm not in ("auto", "direct", "gather"):
-            return f"gradients are reduced by {self.settings.sync_algorithm}, as if memories were distinct"
-        return self._linked().cannot_share_parameters(gpu)
+        return cannot_update_by(self.settings) or client.cannot_share_parameters(gpu)
 
     def cannot_reduce_rows(self) -> str:
         """Why the memory devices of this session cannot reduce sparse gradients; "" if they can."""
@@ -369,13 +231,8 @@ class Session:
         check_specs(name, specs)
         if reason := self.cannot_update(gpu):
             raise ValueError(f"{name}: the optimizer cannot run in memory devices: {reason}")
-        for spec in specs:
-            if spec.dtype not in UPDATABLE_DTYPES or spec.op != "mean":
-                raise ValueError(
-                    f"tensor {spec.name!r}: only means of {', '.join(UPDATABLE_DTYPES)} can update a parameter, not "
-                    f"the {spec.op} of {spec.dtype}"
-                )
-        return self._linked().register(
+        check_updatable(specs)
+        return self._client.linked().register(
             name, specs, state_names=state_names, window_bytes=window_bytes, gpu=gpu, memory=memory
         )
 
@@ -393,7 +250,7 @@ class Session:
         """
         with HostValues(array, "all_reduce", writes=True) as values:
             dtype = reducible(values.dtype, op)
-            self._open().all_reduce(values.ctypes.data, values.size, dtype, op)
+            self._client.any().all_reduce(values.ctypes.data, values.size, dtype, op)
 
     def limit_waits(self, timeout_s: float) -> None:
         """Replaces the settings' timeout for all later opening, registering and pulling.
@@ -403,8 +260,8 @@ class Session:
         """
         if timeout_s <= 0:
             raise ValueError(f"timeout_s={timeout_s} leaves no time to wait; give it more than 0")
-        client = self._open()
-        if isinstance(client, Client):
+        client = self._client.of_several()
+        if client is not None:
             client.timeout_s = timeout_s
 
     def open_async_reducer(self) -> AsyncReducer:
@@ -418,7 +275,7 @@ class Session:
                 "reducing tensors by name needs all workers, but COARSE_MIN_WORKERS lets the job go on without lost "
                 "ones; unset it, or train with coarse.torch.DistributedDataParallel"
             )
-        return self._linked().open_async_reducer()
+        return self._client.linked().open_async_reducer()
 
     def broadcast(self, array: AnyArray, *, root: int = 0) -> None:
         """Copies worker `root`'s array to all workers, in place; every worker calls it with the same arguments.
@@ -435,7 +292,7 @@ class Session:
             raise ValueError(f"root={root} is not a rank of {self.num_places} workers")
         present = self.identity.rank == root
         with HostValues(array, "broadcast", reads=present, writes=True) as values:
-            self._open().all_reduce(values.ctypes.data, values.nbytes, "uint8", "sum", present=present)
+            self._client.any().all_reduce(values.ctypes.data, values.nbytes, "uint8", "sum", present=present)
 
     def barrier(self) -> None:
         """Returns when every worker has called it."""
@@ -460,7 +317,7 @@ class Session:
             values = [stack.enter_context(HostValues(each, user)) for each in (array, *more)]
             if not all(each.nbytes for each in values):
                 raise ValueError(f"{user}: needs a non-empty array")
-            return self._open().store(key, *(each.reshape(-1).view(np.uint8).data for each in values))
+            return self._client.any().store(key, *(each.reshape(-1).view(np.uint8).data for each in values))
 
     def load(self, key: str) -> StoredValue:
         """The newest value that any worker of this node has stored under `key`.
@@ -468,7 +325,7 @@ class Session:
         It never changes, even when a newer value is stored. `np.frombuffer(stored.value, dtype)` makes an array
         from it without a copy.
         """
-        return self._open().load(key)
+        return self._client.any().load(key)
 
     def snapshot_stored(self) -> StorageSnapshot:
         """Begins a snapshot of all stored values of this node; later store() calls do not change it.
@@ -476,7 +333,7 @@ class Session:
         Raises:
             SnapshotsBusyError: If this worker holds too many snapshots.
         """
-        return self._open().snapshot_stored()
+        return self._client.any().snapshot_stored()
 
     def open_probes(self, largest_bytes: int) -> LinkProbes:
         """Allocates memory for link probes of up to `largest_bytes`; every worker calls it with the same arguments.
@@ -485,24 +342,24 @@ class Session:
             OutOfDeviceMemoryError: If the memory devices have too little memory.
             ValueError: If the job has only one worker, and thus no link.
         """
-        client = self._open()
-        if isinstance(client, SingleWorkerClient):
+        client = self._client.of_several()
+        if client is None:
             raise ValueError("a session of one worker has no links")
         return client.open_probes(largest_bytes)
 
     @property
     def emulation(self) -> EmulatedSession | None:
         """The machine whose links this session is paced to, so that its times are *emulated*; None for real links."""
-        client = self._open()
-        if not isinstance(client, Client) or client.emulation is None:
+        client = self._client.of_several()
+        if client is None or client.emulation is None:
             return None
         return EmulatedSession(client.emulation, client.ask_home)
 
     @property
     def routing(self) -> RoutingTable | None:
         """The routes of this worker's shards to memory devices; None in a job of one worker."""
-        client = self._open()
-        return client.routing if isinstance(client, Client) else None
+        client = self._client.of_several()
+        return None if client is None else client.routing
 
     def adopt_routing(self, table: RoutingTable) -> None:
         """Routes this worker's shards by `table` from their next push on. Results stay the same.
@@ -511,17 +368,17 @@ class Session:
             ValueError: If the table names a memory device that does not exist, or, with rings over emulated links,
                 another one than the worker's own; or if the job has one worker.
         """
-        self._linked().adopt_routing(table)
+        self._client.linked().adopt_routing(table)
 
     def check_others(self) -> None:
         """Raises if a worker or memory device is lost, like a wait for a tensor."""
-        client = self._open()
-        if isinstance(client, Client):
+        client = self._client.of_several()
+        if client is not None:
             client.check_others()
 
     def release_buffers(self) -> None:
         """Frees the memory that all_reduce() and broadcast() keep for their next call; every worker calls it."""
-        self._open().release_buffers()
+        self._client.any().release_buffers()
 
     def close(self, *, is_finished: bool = True) -> None:
         """Leaves the job; memory devices end when the last worker has left. Idempotent.
@@ -533,19 +390,15 @@ class Session:
         self._close(is_finished=is_finished)
 
     def _close(self, *, is_finished: bool, leaves_early: bool = False) -> None:
-        client, self._client = self._client, None
-        if client is None:
+        if self._client.is_closed:
             return
-        self._notice.close()
-        if self._endpoint is not None and os.getpid() == self._pid:
-            self._endpoint.close()
-        if self._answering is not None:
-            self._answering.close()
-        client.close(is_finished=is_finished, leaves_early=leaves_early)
-        _native.cuda_unmap_unused()
+        self._membership.close()
+        self._services.close()
+        self._client.close(is_finished=is_finished, leaves_early=leaves_early)
         goes_on = leaves_early or (bool(self.settings.keep_devices) and not is_finished)
-        if self._processes is not None and not goes_on and os.getpid() == self._pid:
-            self._processes.reap(_DEVICE_EXIT_TIMEOUT_S)
+        processes = None if self._node is None else self._node.processes
+        if processes is not None and not goes_on and os.getpid() == self._pid:
+            processes.reap(_DEVICE_EXIT_TIMEOUT_S)
 
     def __enter__(self) -> Session:
         return self
@@ -561,7 +414,7 @@ class Session:
         Raises:
             SessionClosedError: After close().
         """
-        return self._open().read_metrics()
+        return self._client.any().read_metrics()
 
     def reporter(self, write: WriteScalar, *, every: int = 100) -> MetricsReporter:
         """Reports metrics(), counters as rates, to a function while the script trains; call its step() once per step.
@@ -578,7 +431,7 @@ class Session:
     @property
     def metrics_writer(self) -> MetricsWriter:
         """Counts events of this worker; counts nothing after close()."""
-        return MetricsWriter() if self._client is None else self._client.metrics
+        return self._client.metrics
 
     def count_samples(self, number: int) -> None:
         """Adds to coarse_samples_total, from which samples per second follow.
@@ -586,14 +439,11 @@ class Session:
         Args:
             number: Samples that this worker has trained on since the last call, such as the rows of its batch.
         """
-        self._open().metrics.add("coarse_samples_total", number)
+        self._client.any().metrics.add("coarse_samples_total", number)
 
     def decisions(self) -> list[str]:
         """Decisions about this node's links and algorithm since the start, with their reasons, one line each."""
-        chosen = self._client.algorithm_choice if isinstance(self._client, Client) else None
-        choices = () if chosen is None else chosen.describe()
-        planned = [] if self._planning is None else self._planning.decisions()
-        return [*self._decisions, *choices, *planned]
+        return self._plan.decisions()
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -601,44 +451,28 @@ class Session:
 
         All workers but those that were lost before (docs/guides/elastic.md). After a step, equal on all workers.
         """
-        client = self._open()
-        return client.members.ranks if isinstance(client, Client) else (self.identity.rank,)
+        return self._membership.ranks
 
-    def on_change(self, callback: Callable[[WorldChange], object]) -> None:
-        """Calls back when `members` change: after the same step on all workers, in the training thread.
-
-        A new worker is not called for its own entry: `members` is the world in which it begins.
-
-        Args:
-            callback: Is told the ranks before and after, `change.old` and `change.new`.
-        """
-        client = self._open()
-        if isinstance(client, Client):
-            client.members.on_change(callback)
+    def on_change(self, callback: Callable[[tuple[int, ...]], object]) -> None:
+        """Calls back with `members` when they change: after the same step on all workers, in the training thread."""
+        self._membership.on_change(callback)
 
     def on_newcomers(self, callback: Callable[[frozenset[int]], object]) -> None:
         """Calls back with the ranks of newcomers, before the forward of their first step, in all other members.
 
         Before on_change(), and also if a newcomer has the rank of a worker that was lost within the same step.
         """
-        client = self._open()
-        if isinstance(client, Client):
-            client.members.on_newcomers(callback)
-
-    def on_leave(self, callback: Callable[[], object]) -> None:
-        """Calls back in leave(), while this worker is still connected."""
-        self._on_leave.append(callback)
+        self._membership.on_newcomers(callback)
 
     @property
     def is_newcomer(self) -> bool:
         """Whether this worker has the place of a lost one, and does not take part in the training yet."""
-        client = self._open()
-        return isinstance(client, Client) and client.is_newcomer
+        return self._membership.is_newcomer
 
     @property
     def entering(self) -> frozenset[int]:
         """Ranks of the newcomers that enter together with this one; for on_entry()."""
-        return self._linked().entering
+        return self._client.linked().entering
 
     def join_training(self, *, state: Mapping[str, WorkerState] | None = None) -> int:
         """Returns when this worker takes part in the training: at once, unless it has the place of a lost worker.
@@ -657,13 +491,12 @@ class Session:
             TypeError: If an object in `state` has no state_dict() or load_state_dict().
             CoarseError: If the job ends before, or this worker has not built what the others have.
         """
-        client = self._open()
-        if state is not None:
-            self.worker_state = checked(state)
-        if not isinstance(client, Client):
-            return 0
-        client.join_training()
-        return client.num_begun_steps
+        return self._membership.join_training(state)
+
+    @property
+    def worker_state(self) -> Mapping[str, WorkerState]:
+        """The `state` of join_training()."""
+        return self._membership.worker_state
 
     def begin_step(self) -> frozenset[int]:
         """Begins a step, in which newcomers may take part; every worker calls it at the same point of its program.
@@ -679,8 +512,7 @@ class Session:
         if self.is_asked_to_leave:
             self.leave()
             raise SystemExit(0)
-        client = self._open()
-        return client.begin_step() if isinstance(client, Client) else frozenset()
+        return self._membership.begin_step()
 
     @property
     def is_asked_to_leave(self) -> bool:
@@ -689,7 +521,7 @@ class Session:
         Never True where the job does not go on without lost workers (COARSE_MIN_WORKERS) or too few would be left:
         SIGTERM then ends the process at once, as does a second one.
         """
-        return self._notice.has_come
+        return self._membership.is_asked_to_leave
 
     def leave(self) -> None:
         """Leaves a job in which the others go on. Call it between two steps, and end the process then. Idempotent.
@@ -699,34 +531,14 @@ class Session:
         Raises:
             ValueError: If the job does not go on without lost workers.
         """
-        if not isinstance(self._client, Client):
-            return self.close()
-        if not self.settings.least_workers:
-            raise ValueError(
-                f"worker {self.identity.rank} cannot leave early: the others need it. Set COARSE_MIN_WORKERS, and "
-                "they go on without it; or give every worker the same number of steps, and call close()"
-            )
-        for callback in self._on_leave:
-            callback()
-        steps = self._client.num_steps
-        note = {"left": self.identity.rank, "step": steps, "is_asked": self.is_asked_to_leave}
-        tell_launcher(notes_pipe(), note)
-        logger.info("[w%d] leaves at step %d", self.identity.rank, steps)
-        self._close(is_finished=False, leaves_early=True)
-
-    def _heed_notices(self) -> None:
-        """From now on, SIGTERM asks this worker to leave, if the others can go on without it."""
-        if self.settings.least_workers:
-            self._notice.open()
-
-    @property
-    def _may_leave(self) -> bool:
-        client = self._client
-        return isinstance(client, Client) and len(client.members.ranks) > self.settings.least_workers
+        if self._membership.announce_departure():
+            self._close(is_finished=False, leaves_early=True)
+        else:
+            self.close()
 
     def on_entry(self, callback: Callable[[], object]) -> None:
         """Calls back when this newcomer takes part in the training, before its first step."""
-        self._linked().on_entry(callback)
+        self._client.linked().on_entry(callback)
 
     @property
     def node_workers(self) -> tuple[int, ...]:
@@ -751,166 +563,6 @@ class Session:
     @property
     def device_pids(self) -> tuple[int, ...]:
         """Process ids of the memory devices that this worker started; empty on other workers."""
-        return () if self._processes is None else self._processes.pids
+        processes = None if self._node is None else self._node.processes
+        return () if processes is None else processes.pids
 
-    def _serve_metrics(self) -> None:
-        """Serves the metrics of a job without memory devices, if the settings say so."""
-        if self.settings.metrics_port:
-            from coarse.metrics.endpoint import try_endpoint  # slow to import
-
-            address, port = self.settings.metrics_address, self.settings.metrics_port
-            self._endpoint = try_endpoint(self._open().read_metrics, address, port, f"w{self.identity.rank}")
-
-    @property
-    def _processes(self) -> DeviceProcesses | None:
-        return None if self._node is None else self._node.processes
-
-    def _plan_links(self, client: Client, node: NodeDevices, found: FoundProfile) -> None:
-        """Plans routes and shard sizes from the profile that was found, or measures one now."""
-        profile, note = found.profile, found.note
-        if found.is_to_be_measured:
-            profile, note = self._measure_links(note)
-        emulated = self.emulation
-        measured = profile
-        if profile is None and self.settings.profile != OFF:
-            profile, note = _seed(node.table, node.local_devices, note)
-        self._profile = profile
-        plan = plan_links(
-            profile,
-            note,
-            local_devices=node.local_devices,
-            settings=self.settings,
-            links=None if emulated is None else emulated.links,
-        )
-        client.adopt_plan(plan.tables[node.ranks.index(self.identity.rank)], plan.shard_bytes)
-        # Dual synchronisation also considers sync cores, which firmware data does not describe.
-        self._planning = StepPlanning(self, client.table, profile=measured, plan=plan)
-        algorithm = describe_algorithm(self.settings, node.table, num_nodes=node.nodes.num_nodes)
-        compression = describe_compression(self.settings, num_nodes=node.nodes.num_nodes)
-        choices = (each for each in (algorithm, compression) if each)
-        self._decisions = (*plan.decisions, *choices, *self._planning.check())
-        if self.identity.rank == node.ranks[0]:
-            for decision in self._decisions:
-                logger.info("[w%d] %s", self.identity.rank, decision)
-
-    def _invite_newcomers(self, client: Client, node: NodeDevices) -> None:
-        """Opens the boundary of steps, at which newcomers come, and tells the launcher how they find the session."""
-        next_group = client.next_group
-        client.open_boundary()
-        self.invitation = Invitation.of_session(node, shard_bytes=client.shard_bytes, next_group=next_group)
-        if self.identity.rank == 0:
-            tell_launcher(notes_pipe(), {"invitation": self.invitation.to_fields()})
-
-    def _tell_decisions(self, job: str) -> None:
-        """Tells `coarse run` in three lines what this session has decided, on the first worker of the job."""
-        if self.identity.rank or self._node is None:
-            return
-        table = self._node.table
-        size = f"{self.identity.world_size} workers on {self._node.nodes.num_nodes} node(s)"
-        memories = ", ".join(f"md{device} in {memory}" for device, memory in enumerate(table.memories))
-        links, *_ = self._decisions
-        told = ("algorithm:", "compression between nodes:", "shards ")
-        decided = [each for each in self._decisions if each.startswith(told)]
-        lines = [
-            f"job {job_id(job)}: {size}, {memories}",
-            links,
-            "; ".join(reversed(decided)),
-        ]
-        tell_launcher(notes_pipe(), {"decisions": lines})
-
-    def _describe_plan(self) -> Report:
-        """What this session has decided, for the dashboard; called in the responder's thread."""
-        table = self.partition_table
-        return {
-            "decisions": self.decisions(),
-            "machine": self.settings.machine,
-            "memories": [] if table is None else list(table.memories),
-            "nodes": [] if self._node is None else list(map(list, self._node.nodes.ranks)),
-            "links": [] if self._profile is None else self._link_limits(self._profile),
-        }
-
-    def _link_limits(self, profile: Profile) -> list[Report]:
-        """What the links of this node's workers carry at most, by the profile of the session's start."""
-        from coarse.profiler.profile import PUSH
-
-        dilation = self.settings.time_dilation if self.settings.machine else 1.0
-        curves = {
-            (path.source, path.target): curve for path, curve in profile.curves.items() if path.kind == PUSH
-        }
-        return [
-            {
-                "worker": self.node_workers[client],
-                "device": device,
-                "bytes_per_s": curve.peak_gbytes_per_s * 1e9 / dilation,
-                "kind": profile.kind,
-            }
-            for (client, device), curve in curves.items()
-        ]
-
-    def _measure_links(self, note: str) -> tuple[Profile, str]:
-        """Measures the links together with all workers; the node's first worker saves the result."""
-        from coarse.profiler.profile import cache_path
-        from coarse.tuning.measure import measure_profile
-
-        profile = measure_profile(self)
-        path = cache_path(profile.key)
-        if self.identity.rank == self.node_workers[0]:
-            try:
-                profile.save(path)
-            except OSError as error:
-                logger.warning("the profile cannot be saved to %s: %s", path, error.strerror)
-        return profile, f"{profile.kind} now ({note})"
-
-    def _linked(self) -> Client:
-        client = self._open()
-        if not isinstance(client, Client):
-            raise ValueError("a job of one worker has no memory devices, and no links to them")
-        return client
-
-    def _open(self) -> Client | SingleWorkerClient:
-        if self._client is None:
-            raise SessionClosedError(f"worker {self.identity.rank}: the session is closed")
-        return self._client
-
-
-def _record_timeline(settings: Settings, identity: WorkerIdentity, attempt: Attempt, *, node: int) -> None:
-    process = Process(
-        role=WORKER,
-        number=identity.rank,
-        node=node,
-        attempt=attempt.number,
-        num_clients=identity.local_world_size,
-    )
-    recorder.start(settings.timeline, process, num_events=settings.timeline_events)
-
-
-def _seed(table: PartitionTable, local_devices: Sequence[int], note: str) -> tuple[Profile | None, str]:
-    """A profile from the firmware's memory data, used until one is measured; None if that data is insufficient."""
-    if any(device.memory.kind != "numa" for device in table.devices):
-        return None, note
-    from coarse.machine.firmware_links import firmware_links
-    from coarse.machine.host import read_numa_nodes
-    from coarse.profiler.linked import profile_from_links
-
-    links = firmware_links(table, read_numa_nodes())
-    if links is None:
-        return None, note
-    return profile_from_links(links, local_devices), f"simulated from the firmware's figures (HMAT); {note}"
-
-
-def _come_together(joining: Joining) -> tuple[Client, NodeDevices, FoundProfile]:
-    with joining.watch.telling():
-        node = provide_devices(joining)
-    try:
-        with (
-            joining.watch.telling()
-        ):  # the reason, before the others notice that their memory devices are gone
-            found = agree_on_profile(joining, node)
-            client = connect(joining, node)
-    except BaseException:
-        if node.processes is not None:
-            node.processes.kill()
-        raise
-    if node.processes is not None and joining.keeping is None and not joining.settings.replaces_workers:
-        node.processes.hide()
-    return client, node, found

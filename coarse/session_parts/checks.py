@@ -11,7 +11,7 @@ import numpy as np
 
 from coarse.errors import RendezvousError
 from coarse.rendezvous.workers import NodeMap
-from coarse.schema import ITEM_BYTES, TensorSpec
+from coarse.schema import ITEM_BYTES, UPDATABLE_DTYPES, TensorSpec
 from coarse.security.node_ports import NodePorts
 from coarse.settings import Settings
 
@@ -150,3 +150,22 @@ def reducible(dtype: np.dtype[Any], op: str) -> str:
         )
     TensorSpec(name="array", dtype=dtype.name, num_elements=1, op=op)
     return str(dtype.name)
+
+
+def cannot_update_by(settings: Settings) -> str:
+    """Why memory devices cannot run an optimizer with these settings; "" if nothing in them is in the way."""
+    if settings.machine:
+        return f"updates are not paced to the links of {settings.machine}"
+    if settings.sync_algorithm not in ("auto", "direct", "gather"):
+        return f"gradients are reduced by {settings.sync_algorithm}, as if memories were distinct"
+    return ""
+
+
+def check_updatable(specs: Sequence[TensorSpec]) -> None:
+    """Raises ValueError unless each gradient is a mean of a dtype whose parameters memory devices can update."""
+    for spec in specs:
+        if spec.dtype not in UPDATABLE_DTYPES or spec.op != "mean":
+            raise ValueError(
+                f"tensor {spec.name!r}: only means of {', '.join(UPDATABLE_DTYPES)} can update a parameter, not "
+                f"the {spec.op} of {spec.dtype}"
+            )

@@ -57,7 +57,7 @@ def test_a_group_is_released_when_nothing_of_it_is_under_way(job):
             asking = threading.Thread(target=lambda: found.append(total(reducer, "a/small", me.rank)))
             if me.rank == 0:
                 asking.start()
-                while not session._client._native.is_late(group.id, 0):  # until the tensor is pushed
+                while not session._client.linked()._native.is_late(group.id, 0):  # until the tensor is pushed
                     time.sleep(0.001)
                 assert not reducer.release(group)
             assert total(reducer, "b/large", me.rank) == {3.0}

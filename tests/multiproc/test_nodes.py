@@ -378,12 +378,12 @@ def test_a_memory_device_that_ends_before_another_one_of_its_node_is_no_loss(job
             session.store("value", np.arange(3))
             session.barrier()
             if me.rank == 0:
-                device = session._client._connections[first]
+                device = session._client.linked()._connections[first]
                 device.send({"type": "bye", "is_finished": True})
                 job.await_end(device.pid)
                 return
             me.hear()
-            while 0 not in session._client._groups._departed():
+            while 0 not in session._client.linked()._groups._departed():
                 pass
             assert np.array_equal(np.frombuffer(session.load("value").value, np.int64), np.arange(3))
 
@@ -833,7 +833,7 @@ def test_a_node_that_is_stopped_for_long_while_data_is_under_way_goes_on(job):
     def worker(me):
         with me.join(node=f"n{me.rank}", algorithm="direct", node_timeout_s=10.0) as session:
             group = session.register("gradients", floats("abcdefgh", 8_000_000))
-            me.tell([connection.pid for connection in session._client._connections])
+            me.tell([connection.pid for connection in session._client.linked()._connections])
             me.hear()
             for index in range(8):
                 slot(group, index)[:] = 1 + me.rank

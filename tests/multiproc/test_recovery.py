@@ -209,7 +209,7 @@ def test_workers_that_leave_after_a_refusal_end_the_job(job):
 
     def asks_for_another_length(me):
         with join(me, memory_devices=2) as session:
-            connection = session._client._connections[1]
+            connection = session._client.linked()._connections[1]
             if me.rank == 1:
                 send = connection.send
 

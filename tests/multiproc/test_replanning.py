@@ -232,7 +232,7 @@ def test_a_route_in_use_is_timed_by_its_traffic_and_keeps_its_curve(job):
             with me.join(str(attempt), dual_sync="off", replan_steps=2, **settings) as session:
 
                 def after_step(step):
-                    (own,) = session._planning._replanners
+                    (own,) = session._plan._steps._replanners
                     known.append(own._profile.curves[PathId(kind=BOTH, source=me.rank, target=1 - me.rank)])
 
                 train(session, LEARNED + 7, layers=LARGE, after_step=after_step)
@@ -292,7 +292,7 @@ def test_a_link_that_loses_a_little_from_look_to_look_is_left_at_last(job, monke
             known = []
 
             def slower_each_time(session, probes, cells):
-                (watching,) = session._planning._replanners
+                (watching,) = session._plan._steps._replanners
                 known.append(watching._profile)
                 used = PathId(kind=BOTH, source=0, target=watching._tables[0].bw_proxy)
                 factor = next(factors)
@@ -320,7 +320,7 @@ def test_looking_at_links_costs_a_hundredth_of_the_time(job):
             begin = time.monotonic()
             train(session, LEARNED)
             step_s = (time.monotonic() - begin) / LEARNED
-            (replanner,) = session._planning._replanners
+            (replanner,) = session._plan._steps._replanners
             steps_apart = replanner._next_look - LEARNED
             return steps_apart, step_s
 

@@ -359,7 +359,7 @@ def test_a_worker_that_breaks_the_protocol_is_evicted_and_named(job, message):
         with me.join(memory_devices=2) as session:
             session.barrier()
             if me.rank == 1:
-                session._client._connections[0].send(message)
+                session._client.linked()._connections[0].send(message)
             # Data may arrive before control messages.
             while True:
                 session.barrier()
@@ -385,7 +385,7 @@ PLAN_ERRORS = {
 def test_a_registration_that_all_agree_on_but_nobody_can_do_harms_nobody(job, message):
     def worker(me):
         with me.join(memory_devices=2) as session:
-            for connection in session._client._connections:
+            for connection in session._client.linked()._connections:
                 connection.send({**message, "group": 1000})
             session.barrier()
 
@@ -445,7 +445,7 @@ def test_a_corrupt_descriptor_evicts_who_wrote_it(job, descriptor, reason):
             group = session.register(
                 "weights", [TensorSpec(name="a", dtype="float32", num_elements=10, op="sum")]
             )
-            staging = session._client._staging_group()
+            staging = session._client.linked()._staging_group()
             assert (group.id, staging.id) == (0, 1)
             if me.rank == 0:
                 write_descriptor(1, **descriptor)

@@ -238,7 +238,7 @@ def test_registrations_of_many_frames(job):
 def test_slots_in_the_hosts_memory_have_no_routes(job):
     def worker(me):
         with me.join() as session:
-            client, (spec,) = session._linked(), floats(10)
+            client, (spec,) = session._client.linked(), floats(10)
             for routes, reason in (
                 (
                     (RoutingTable(lat_proxy=0, bw_proxy=7),) * 2,
@@ -423,7 +423,7 @@ def test_workers_learn_of_each_other_where_they_have_their_tensors(job):
 
     def worker(me):
         with me.join(dual_sync="off") as session:
-            client = session._client
+            client = session._client.linked()
             first = client.register("first", floats(10), gpu="GPU-of-nobody" if me.rank else "")
             first.nccl.is_claimed = me.rank == 2
             second = client.register("second", floats(10))

@@ -127,7 +127,7 @@ def test_workers_import_nothing_of_memory_devices():
     root = Path(coarse.__file__).parent
     files = [
         root / "session.py",
-        *(f for part in ("client", "torch", "tuning") for f in root.glob(f"{part}/**/*.py")),
+        *(f for part in ("client", "session_parts", "torch", "tuning") for f in root.glob(f"{part}/**/*.py")),
     ]
     found = {
         f"{file.relative_to(root)} imports {name}"

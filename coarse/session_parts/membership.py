@@ -1,0 +1,116 @@
+"""Who takes part in a session, and how a worker enters and leaves it (docs/guides/elastic.md)."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Mapping
+
+from coarse.client.termination_notice import TerminationNotice
+from coarse.env import notes_pipe
+from coarse.session_parts.session_client import SessionClient
+from coarse.status.launcher_notes import tell_launcher
+from coarse.worker_state import WorkerState, checked
+
+logger = logging.getLogger("coarse.session")
+
+
+class Membership:
+    """One worker's membership. In a job of one worker nobody else is a member, and none comes or leaves.
+
+    Args:
+        rank: Of this worker.
+        least_workers: Workers without whom the job does not go on; 0 if it needs all of them.
+        client: Of the session.
+    """
+
+    def __init__(self, rank: int, least_workers: int, client: SessionClient) -> None:
+        self._rank = rank
+        self._least_workers = least_workers
+        self._client = client
+        self.worker_state: Mapping[str, WorkerState] = {}
+        """The `state` of join_training()."""
+        may_leave = weakref.WeakMethod(self._may_leave)  # the notice must not keep the session alive
+        self._notice = TerminationNotice(
+            lambda: (may := may_leave()) is not None and may(),
+            lambda: tell_launcher(notes_pipe(), {"is_leaving": rank}),
+        )
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Session.members."""
+        client = self._client.of_several()
+        return (self._rank,) if client is None else client.members.ranks
+
+    def on_change(self, callback: Callable[[tuple[int, ...]], object]) -> None:
+        """Session.on_change()."""
+        if client := self._client.of_several():
+            client.members.on_change(callback)
+
+    def on_newcomers(self, callback: Callable[[frozenset[int]], object]) -> None:
+        """Session.on_newcomers()."""
+        if client := self._client.of_several():
+            client.members.on_newcomers(callback)
+
+    @property
+    def is_newcomer(self) -> bool:
+        """Session.is_newcomer."""
+        client = self._client.of_several()
+        return client is not None and client.is_newcomer
+
+    def join_training(self, state: Mapping[str, WorkerState] | None) -> int:
+        """Session.join_training()."""
+        client = self._client.of_several()
+        if state is not None:
+            self.worker_state = checked(state)
+        if client is None:
+            return 0
+        client.join_training()
+        return client.num_begun_steps
+
+    def begin_step(self) -> frozenset[int]:
+        """Begins a step; returns the ranks of the workers that take part from this one on."""
+        client = self._client.of_several()
+        return frozenset() if client is None else client.begin_step()
+
+    def heed_notices(self) -> None:
+        """From now on, SIGTERM asks this worker to leave, if the others can go on without it."""
+        if self._least_workers:
+            self._notice.open()
+
+    def heed_notices_from_entry(self) -> None:
+        """Does so once this newcomer takes part in the training."""
+        heed_notices = weakref.WeakMethod(self.heed_notices)
+        self._client.linked().on_entry(lambda: (heed := heed_notices()) is not None and heed())
+
+    @property
+    def is_asked_to_leave(self) -> bool:
+        """Session.is_asked_to_leave."""
+        return self._notice.has_come
+
+    def announce_departure(self) -> bool:
+        """Tells the launcher that this worker leaves early; returns whether there is a job that it can leave.
+
+        Raises:
+            ValueError: If the job does not go on without lost workers.
+        """
+        client = self._client.if_open
+        if client is None:
+            return False
+        if not self._least_workers:
+            raise ValueError(
+                f"worker {self._rank} cannot leave early: the others need it. Set COARSE_MIN_WORKERS, and "
+                "they go on without it; or give every worker the same number of steps, and call close()"
+            )
+        steps = client.num_steps
+        tell_launcher(notes_pipe(), {"left": self._rank, "step": steps, "is_asked": self.is_asked_to_leave})
+        logger.info("[w%d] leaves at step %d", self._rank, steps)
+        return True
+
+    def close(self) -> None:
+        """Heeds no notice any more. Idempotent."""
+        self._notice.close()
+
+    def _may_leave(self) -> bool:
+        client = self._client.if_open
+        return client is not None and len(client.members.ranks) > self._least_workers
