@@ -40,9 +40,9 @@ from coarse.kernels._native import measure_reduction_limit
 from coarse.machine.catalogue import load_machine
 from coarse.machine.partition_table import PartitionTable
 from coarse.machine.wiring import link_table
-from coarse.simulator.engine import simulate
+from coarse.simulator.events.engine import simulate
 from coarse.simulator.job import Job
-from coarse.simulator.network import LinkNetwork
+from coarse.simulator.machines.network import LinkNetwork
 from coarse.simulator.schemes.offload import offload_step
 from coarse.simulator.setup import Setup
 from coarse.simulator.training_step import simulate_step

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from coarse.env import MOST_WORKERS_OF_A_NODE, process_environment
 from coarse.errors import SettingsError
-from coarse.failpoints import parse_failpoints
+from coarse.process.failpoints import parse_failpoints
 from coarse.machine.cci import LoadStore
 from coarse.machine.memory_name import MemoryName, parse_memory_devices
 from coarse.security.node_ports import NodePorts
@@ -291,7 +291,7 @@ class Settings:
             `coarse run --join`; 0 for as many as start. Needs `min_workers`.
         metrics_port: Port at which each node serves its metrics (docs/metrics.md); 0 disables.
         metrics_address: Address at which it does; the default is reachable from the same machine only.
-        failpoints: Faults to inject, for tests (coarse.failpoints); "" for none.
+        failpoints: Faults to inject, for tests (coarse.process.failpoints); "" for none.
         timeline: File for a trace of the whole job, compressed if it ends in ".gz"; "" records none.
         timeline_events: Events that each process keeps for it, rounded up to a power of two; 64 bytes each.
         node: Name of this worker's node, to run several nodes on one machine; "" asks the system.

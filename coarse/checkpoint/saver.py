@@ -27,7 +27,7 @@ from coarse.checkpoint.writer import (
 )
 from coarse.errors import CheckpointError, CoarseError
 from coarse.metrics.writer import MetricsWriter
-from coarse.scheduling import lower_priority
+from coarse.process.scheduling import lower_priority
 from coarse.timeline.recorder import span
 
 logger = logging.getLogger(__name__)

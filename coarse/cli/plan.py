@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coarse.cli.arguments import file_to_write
-from coarse.cli.tables import format_size, print_table
+from coarse.cli.display.tables import format_size, print_table
 from coarse.machine.wiring import link_table
 from coarse.settings import Settings
 

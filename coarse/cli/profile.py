@@ -172,7 +172,7 @@ def print_profile(basis: Basis) -> None:
     """Prints all figures of a profile, and the resulting plan."""
     from coarse.bench.provenance import BenchMachine
     from coarse.cli.plan import print_routing, print_shard_size
-    from coarse.cli.tables import print_table
+    from coarse.cli.display.tables import print_table
     from coarse.profiler.profile import BOTH
 
     profile, key = basis.profile, basis.profile.key

@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING
 
 from coarse.cli.arguments import file_to_write
 from coarse.cli.simulated import disturbances
-from coarse.cli.tables import format_size, print_table
+from coarse.cli.display.tables import format_size, print_table
 
 if TYPE_CHECKING:  # slow to import; `coarse --help` must not load these
     from rich.progress import Progress, TaskID
 
-    from coarse.simulator.disturbances import Jitter
-    from coarse.simulator.engine import Outcome
-    from coarse.simulator.jittered import StepTimes
+    from coarse.simulator.faults.disturbances import Jitter
+    from coarse.simulator.events.engine import Outcome
+    from coarse.simulator.faults.jittered import StepTimes
     from coarse.simulator.schemes.step import Step
     from coarse.simulator.setup import Setup
-    from coarse.simulator.timeline import Timeline
+    from coarse.simulator.events.timeline import Timeline
     from coarse.simulator.training_step import StepResult
 
     _Answer = tuple[StepResult, StepTimes | None, disturbances.Goodputs]
@@ -189,7 +189,7 @@ def _run_step(arguments: argparse.Namespace) -> int:
 def _setup(arguments: argparse.Namespace) -> Setup:
     from coarse.bench.replay.trace import load_trace, place_trace
     from coarse.machine.catalogue import load_machine
-    from coarse.simulator.generated import KINDS
+    from coarse.simulator.machines.generated import KINDS
     from coarse.simulator.job import DEFAULT_RATES, SyncCores
     from coarse.simulator.setup import Setup
 
@@ -224,8 +224,8 @@ def _simulate(
     Raises:
         ValueError: If a scheme does not fit the machine, unless it may be left out.
     """
-    from coarse.simulator.jittered import simulate_jittered
-    from coarse.simulator.timeline import timeline
+    from coarse.simulator.faults.jittered import simulate_jittered
+    from coarse.simulator.events.timeline import timeline
     from coarse.simulator.training_step import simulate_step
 
     def record(result: StepResult, step: Step, outcome: Outcome) -> None:
@@ -294,7 +294,7 @@ class SchemeProgress:
 
 def _write_timelines(path: Path, timelines: Sequence[Timeline]) -> int:
     """Writes trace events; returns the exit code."""
-    from coarse.simulator.timeline import MOST_LINKS, trace_document
+    from coarse.simulator.events.timeline import MOST_LINKS, trace_document
 
     try:
         path.write_text(json.dumps(trace_document(timelines)) + "\n", encoding="utf-8")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from coarse.cli.arguments import add_job, add_nodes, seconds
 from coarse.cli.main import ToldToEnd
 from coarse.cli.status import by_job, say_which
-from coarse.cli.terminal import Keys, Told, suspend
+from coarse.cli.display.terminal import Keys, Told, suspend
 from coarse.dashboard.other_nodes import WholeJob
 from coarse.dashboard.sampler import Sampler
 from coarse.dashboard.samples import JOB, RUNS, Event, Sample
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     samples = _samples(WholeJob(Sampler(job), arguments.nodes), events)
     if arguments.once or not sys.stdout.isatty():
         return _print_once(samples, events, job, arguments.every)
-    from coarse.cli.top_view import describe_event
+    from coarse.cli.display.top_view import describe_event
 
     if _show(samples, events, arguments.every):
         print("\n".join([f"coarse top: job {job} has ended", *map(describe_event, events)]))
@@ -110,7 +110,7 @@ def _print_once(samples: Iterator[Sample], events: Sequence[Event], job: str, ev
     """Prints the second sample, because rates need two."""
     from rich.console import Console
 
-    from coarse.cli.top_view import view
+    from coarse.cli.display.top_view import view
 
     first = next(samples, None)
     time.sleep(every_s)
@@ -141,7 +141,7 @@ def _fill_screen(samples: Iterator[Sample], events: Sequence[Event], every_s: fl
     from rich.console import Console
     from rich.live import Live
 
-    from coarse.cli.top_view import view
+    from coarse.cli.display.top_view import view
 
     console = Console(highlight=False)
     with Keys("q") as keys, Live(console=console, screen=True, auto_refresh=False) as live:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from coarse.errors import CoarseError, SyncTimeoutError, WorkerLostError, told_error
-from coarse.late_notice import LateNotice
+from coarse.process.late_notice import LateNotice
 from coarse.rendezvous.workers import NodeMap
 from coarse.store import Store
 from coarse.wire.registration import GroupSchema, check_agreement

@@ -5,18 +5,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 
-from coarse.client.connection import DeviceConnection, check_peers, collect_replies, send_to_all
-from coarse.client.failure_detector import FailureDetector
+from coarse.client.control.connection import DeviceConnection, check_peers, collect_replies, send_to_all
+from coarse.client.control.failure_detector import FailureDetector
 from coarse.client.memory.optimizer_memory import OptimizerMemory
 from coarse.client.memory.reservations import Reservations
 from coarse.client.memory.row_memory import RowMemory
 from coarse.client.memory.slot_opener import SlotOpener
 from coarse.client.node_agreement import NodeAgreement
-from coarse.client.requests import Requests
+from coarse.client.control.requests import Requests
 from coarse.client.tensor_group import GroupClient, TensorGroup
 from coarse.errors import CoarseError, MemoryDeviceLostError, WorkerLostError
 from coarse.kernels import _native
-from coarse.late_notice import LateNotice
+from coarse.process.late_notice import LateNotice
 from coarse.metrics.writer import MetricsWriter
 from coarse.profiler.partition import PartitionPlan
 from coarse.profiler.routing import RoutingTable, route_shards

@@ -13,7 +13,7 @@ from coarse.client.direct_allreduce import HostDirectAllReduce, NodeBarrier
 from coarse.client.gpu.gpu_transfers import NOTHING, GpuTensor, GpuTransfers
 from coarse.client.gpu.nccl_direct_allreduce import NcclDirectAllReduce
 from coarse.client.interfaces import HomeDevice, Waiter
-from coarse.client.members import Members
+from coarse.client.membership.members import Members
 from coarse.client.memory.optimizer_memory import OptimizerMemory
 from coarse.client.memory.reservations import Reservations
 from coarse.client.memory.row_memory import RowMemory

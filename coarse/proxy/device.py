@@ -39,7 +39,7 @@ from coarse.proxy.registrar import Registrar
 from coarse.proxy.snapshots.snapshot_service import SnapshotService
 from coarse.proxy.storage_service import StorageService
 from coarse.proxy.workers import WorkerConnection, Workers
-from coarse.scratch import hold
+from coarse.process.scratch import hold
 from coarse.timeline import recorder
 from coarse.timeline.part_files import MEMORY_DEVICE, Process
 from coarse.wire.device_job import HOME_DEVICE, DeviceJob

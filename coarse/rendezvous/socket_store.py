@@ -29,7 +29,7 @@ from coarse.rendezvous.store_server import (
     WELCOME,
     StoreServer,
 )
-from coarse.scratch import hold
+from coarse.process.scratch import hold
 from coarse.security import local_sockets, private_directories
 from coarse.security.job_secret import PROOF_BYTES, JobSecret
 from coarse.security.listening import host_and_port, listen_for_workers, meeting_host

@@ -24,7 +24,7 @@ from coarse.errors import (
     is_follow_up,
     told_error,
 )
-from coarse.liveness import PRESENCE_BACKLOG, LivenessProbe, Presence
+from coarse.process.liveness import PRESENCE_BACKLOG, LivenessProbe, Presence
 from coarse.security.node_ports import NodePorts
 from coarse.store import Store
 

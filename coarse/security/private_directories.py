@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from coarse.scratch import remove_if_abandoned
+from coarse.process.scratch import remove_if_abandoned
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ def find(name: str) -> Path | None:
 
 
 def remove_abandoned() -> None:
-    """Removes directories `<root>/*/*` that nobody holds (coarse.scratch): what killed processes leave."""
+    """Removes directories `<root>/*/*` that nobody holds (coarse.process.scratch): what killed processes leave."""
     for root in find_roots():
         for directory in root.glob("*/*"):
             remove_if_abandoned(directory)

@@ -6,7 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable, Mapping
 
-from coarse.client.termination_notice import TerminationNotice
+from coarse.client.membership.termination_notice import TerminationNotice
 from coarse.env import notes_pipe
 from coarse.session_parts.session_client import SessionClient
 from coarse.status.launcher_notes import tell_launcher

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from coarse.client.client import Client
 from coarse.client.single_worker import SingleWorkerClient
 from coarse.env import Attempt, WorkerIdentity, is_of_torchrun, notes_pipe
-from coarse.failpoints import Failpoints, parse_failpoints
+from coarse.process.failpoints import Failpoints, parse_failpoints
 from coarse.profiler.start import FoundProfile
 from coarse.rendezvous.workers import NodeMap, PeerWatch, gather_workers
 from coarse.security.node_ports import NodePorts

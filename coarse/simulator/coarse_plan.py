@@ -14,9 +14,9 @@ from coarse.profiler.routing import RoutingTable, route_shards
 from coarse.schema import ITEM_BYTES
 from coarse.settings import Settings
 from coarse.simulator.collectives import OWN_PATHS, add_usages
-from coarse.simulator.fair_sharing import Usage
+from coarse.simulator.events.fair_sharing import Usage
 from coarse.simulator.job import Job
-from coarse.simulator.network import LinkNetwork, Network, Route
+from coarse.simulator.machines.network import LinkNetwork, Network, Route
 
 _BYTES_PER_S = 1e9  # for one GB/s
 _US_PER_S = 1e6

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from coarse.profiler.alpha_beta import AlphaBeta
 from coarse.profiler.direct_allreduce import ALL_GATHER, ALL_TO_ALL, RING
 from coarse.profiler.dual_sync import ring_factor
-from coarse.simulator.fair_sharing import Usage
-from coarse.simulator.network import Network, Transfer, largest_latency_s, usage_of, worker_copies
+from coarse.simulator.events.fair_sharing import Usage
+from coarse.simulator.machines.network import Network, Transfer, largest_latency_s, usage_of, worker_copies
 
 _BYTES_PER_S = 1e9  # for one GB/s
 _US_PER_S = 1e6

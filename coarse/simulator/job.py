@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from coarse.bench.replay.trace import ComputeTrace
-from coarse.simulator.disturbances import UNDISTURBED, Disturbances
-from coarse.simulator.network import Network
+from coarse.simulator.faults.disturbances import UNDISTURBED, Disturbances
+from coarse.simulator.machines.network import Network
 
 _BYTES_PER_S = 1e9  # for one GB/s
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from coarse.profiler.dual_sync import ring_factor
-from coarse.simulator.fair_sharing import Usage
-from coarse.simulator.network import Network, Transfer, device_copies, largest_latency_s, usage_of
+from coarse.simulator.events.fair_sharing import Usage
+from coarse.simulator.machines.network import Network, Transfer, device_copies, largest_latency_s, usage_of
 
 EXCHANGE, RING, DIRECT = "exchange", "ring", "direct"
 

@@ -9,11 +9,11 @@ from coarse.machine.catalogue import load_machine
 from coarse.machine.cci import LoadStore, dense_links
 from coarse.machine.partition_table import PartitionTable
 from coarse.machine.wiring import link_table
-from coarse.simulator.dense import DenseMachine
-from coarse.simulator.disturbances import UNDISTURBED, Disturbances
-from coarse.simulator.generated import KINDS, GeneratedMachine
+from coarse.simulator.machines.dense import DenseMachine
+from coarse.simulator.faults.disturbances import UNDISTURBED, Disturbances
+from coarse.simulator.machines.generated import KINDS, GeneratedMachine
 from coarse.simulator.job import Job, SyncCores
-from coarse.simulator.network import LinkNetwork, Network
+from coarse.simulator.machines.network import LinkNetwork, Network
 
 MOST_ENDPOINTS = 256
 """Most workers and memory devices of a machine file, which is wired pair by pair."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from coarse.machine.catalogue import load_machine
 from coarse.machine.description import Power
-from coarse.simulator.engine import Outcome, Progress, simulate
+from coarse.simulator.events.engine import Outcome, Progress, simulate
 from coarse.simulator.schemes.catalogue import SCHEMES
 from coarse.simulator.schemes.step import MemoryUse, Step
 from coarse.simulator.setup import Setup

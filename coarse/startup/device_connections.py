@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from coarse.client.client import Client
-from coarse.client.connection import DeviceConnection, DeviceUnreadyError, collect_replies
+from coarse.client.control.connection import DeviceConnection, DeviceUnreadyError, collect_replies
 from coarse.client.node_agreement import NodeAgreement
 from coarse.emulation.machine import Emulation, choose_emulation
 from coarse.env import WorkerIdentity
@@ -24,7 +24,7 @@ from coarse.errors import (
     follow_up,
     is_follow_up,
 )
-from coarse.late_notice import LateNotice
+from coarse.process.late_notice import LateNotice
 from coarse.machine.memory_name import MemoryName
 from coarse.machine.partition_table import PartitionTable, choose_partition_table
 from coarse.profiler.start import OFF, FoundProfile, find_profile, share_profile

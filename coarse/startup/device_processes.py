@@ -21,7 +21,7 @@ from coarse.env import own_process_environment
 from coarse.machine.out_of_memory import OutOfMemoryWatch
 from coarse.machine.partition_table import PartitionTable
 from coarse.rendezvous.workers import NodeMap
-from coarse.scratch import Scratch
+from coarse.process.scratch import Scratch
 from coarse.security.local_sockets import short_address
 from coarse.settings import Settings
 from coarse.startup.node_links import NodeLinks

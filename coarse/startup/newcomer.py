@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from coarse.client.client import Client
-from coarse.client.connection import DeviceConnection, collect_replies
+from coarse.client.control.connection import DeviceConnection, collect_replies
 from coarse.env import WorkerIdentity
 from coarse.errors import RendezvousError
 from coarse.machine.memory_name import MemoryName

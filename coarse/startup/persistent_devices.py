@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from coarse.client.connection import DeviceConnection, collect_replies
+from coarse.client.control.connection import DeviceConnection, collect_replies
 from coarse.env import Attempt
 from coarse.errors import MemoryDeviceLostError, RendezvousError
 from coarse.machine.partition_table import PartitionTable

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import coarse.torch
 from coarse.kernels import _native
-from coarse.torch.gradients.gpu_gradients import GpuGradients
+from coarse.torch.gradients.paths.gpu_gradients import GpuGradients
 
 STEPS = 5
 WIDTH = 512

@@ -13,7 +13,7 @@ from harness import open_descriptors
 from kept_training import LENGTHS, STATES, STEPS, WORKERS, finish, join, register, take_step, train
 
 from coarse.errors import RendezvousError, SchemaMismatchError
-from coarse.scratch import remove_if_abandoned
+from coarse.process.scratch import remove_if_abandoned
 from coarse.startup import device_connections
 from coarse.wire.socket_directory import socket_path
 

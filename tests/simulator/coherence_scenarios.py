@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from coarse.simulator.studies.remote_data_cache.oracle import violations
-from coarse.simulator.studies.remote_data_cache.protocol import System
+from coarse.simulator.studies.remote_data_cache.caches.oracle import violations
+from coarse.simulator.studies.remote_data_cache.caches.protocol import System
 
 NUM_STEPS = 250
 NUM_LINES = 4

@@ -7,7 +7,7 @@ from collections import defaultdict
 from heapq import heappop, heappush
 from itertools import pairwise
 
-from coarse.simulator.engine import simulate
+from coarse.simulator.events.engine import simulate
 
 NEAR = 1e-9
 

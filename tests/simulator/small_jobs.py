@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from coarse.bench.replay.trace import ComputeTrace, GradientEvent
 from coarse.machine.links import Bucket, LinkTable, Path
-from coarse.simulator.network import LinkNetwork
+from coarse.simulator.machines.network import LinkNetwork
 from coarse.simulator.setup import Setup
 
 ELEMENTS = (2_000_000, 300, 9_000_000, 70_000, 4_000_000)

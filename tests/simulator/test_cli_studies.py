@@ -10,7 +10,8 @@ import pytest
 from matplotlib.figure import Figure
 
 from coarse.cli.main import main
-from coarse.simulator import failure_sweep, scale
+from coarse.simulator import scale
+from coarse.simulator.faults import failure_sweep
 from coarse.simulator.studies import catalogue
 from coarse.simulator.studies.study import Basis, Claim, Comparison, StateTable, Study, StudyResult
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from small_jobs import small_setup
 
-from coarse.simulator.disturbances import Disturbances, Jitter
-from coarse.simulator.jittered import simulate_jittered
+from coarse.simulator.faults.disturbances import Disturbances, Jitter
+from coarse.simulator.faults.jittered import simulate_jittered
 from coarse.simulator.schemes.catalogue import SCHEMES
 from coarse.simulator.training_step import simulate_step
 

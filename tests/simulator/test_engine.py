@@ -7,8 +7,8 @@ import random
 import pytest
 from engine_checks import check_max_min
 
-from coarse.simulator.engine import simulate
-from coarse.simulator.tasks import Task
+from coarse.simulator.events.engine import simulate
+from coarse.simulator.events.tasks import Task
 
 ONE = (("link", 1.0),)
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coarse.simulator import engine
-from coarse.simulator.engine import simulate
-from coarse.simulator.tasks import Task
+from coarse.simulator.events import engine
+from coarse.simulator.events.engine import simulate
+from coarse.simulator.events.tasks import Task
 
 BUCKETS = ("a", "b", "c", "d")
 QUEUES = ("", "", "q", "r")

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from small_jobs import small_setup
 
-from coarse.simulator.goodput import Recovery, goodput, recoveries
+from coarse.simulator.faults.goodput import Recovery, goodput, recoveries
 from coarse.simulator.training_step import simulate_step
 
 STEP_S = 2.0

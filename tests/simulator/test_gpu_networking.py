@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from interleaving import interleave
 
-from coarse.simulator.engine import simulate
+from coarse.simulator.events.engine import simulate
 from coarse.simulator.studies.gpu_networking import (
     active_messages,
     all_reduce,

@@ -7,9 +7,9 @@ from coherence_scenarios import check_scenario
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coarse.simulator.studies.remote_data_cache.oracle import violations
-from coarse.simulator.studies.remote_data_cache.protocol import Home, RemoteCache, Sharing, System
-from coarse.simulator.studies.remote_data_cache.remote_cache import Coherence
+from coarse.simulator.studies.remote_data_cache.caches.oracle import violations
+from coarse.simulator.studies.remote_data_cache.caches.protocol import Home, RemoteCache, Sharing, System
+from coarse.simulator.studies.remote_data_cache.caches.remote_cache import Coherence
 
 SOFTWARE, HARDWARE = Coherence.SOFTWARE, Coherence.HARDWARE
 SEEDS = range(100)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from coarse.simulator.engine import simulate
-from coarse.simulator.tasks import Task
+from coarse.simulator.events.engine import simulate
+from coarse.simulator.events.tasks import Task
 
 PYTHON = "/usr/bin/python3"  # Debian's, for which python3-simgrid is built
 SCRIPT = Path(__file__).with_name("simgrid_flows.py")

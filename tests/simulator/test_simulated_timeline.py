@@ -11,11 +11,11 @@ from small_jobs import small_setup
 from trace_events import read_rows
 
 from coarse.cli.main import main
-from coarse.simulator import timeline as module
-from coarse.simulator.disturbances import Disturbances
+from coarse.simulator.events import timeline as module
+from coarse.simulator.faults.disturbances import Disturbances
 from coarse.simulator.job import DEFAULT_RATES, SyncCores
 from coarse.simulator.schemes.catalogue import SCHEMES
-from coarse.simulator.timeline import Span, timeline, trace_document
+from coarse.simulator.events.timeline import Span, timeline, trace_document
 from coarse.simulator.training_step import simulate_step
 
 CORES = SyncCores(num_cores=2, gbytes_per_s=DEFAULT_RATES)

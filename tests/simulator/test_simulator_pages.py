@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from small_jobs import ELEMENTS, small_setup
 
-from coarse.simulator import generated, setup
-from coarse.simulator.engine import simulate
+from coarse.simulator import setup
+from coarse.simulator.machines import generated
+from coarse.simulator.events.engine import simulate
 from coarse.simulator.training_step import simulate_step
 
 PAGES = Path(__file__).parents[2] / "docs" / "simulator"

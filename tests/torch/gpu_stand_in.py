@@ -14,7 +14,8 @@ import torch
 from coarse.client.gpu.gpu_transfers import GpuTransfers
 from coarse.client.memory.tensor_bytes import GpuBytes, TensorBytes
 from coarse.kernels import _native
-from coarse.torch.gradients import gpu_gradients, layout, registered_gradients
+from coarse.torch.gradients import layout, registered_gradients
+from coarse.torch.gradients.paths import gpu_gradients
 from coarse.torch.optimizer import remote_optimizers
 
 

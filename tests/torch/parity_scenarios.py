@@ -44,7 +44,7 @@ parity = functools.partial(scenario, registry=PARITY_SCENARIOS)
 def averages_where_the_processor_copies_gradients(context: Context) -> Any:
     if not context.is_coarse:
         return train(context, context.wrap(mlp()))
-    from coarse.torch.gradients.host_gradients import HostGradients
+    from coarse.torch.gradients.paths.host_gradients import HostGradients
     from coarse.torch.session import session_of_group
 
     session = session_of_group(dist.group.WORLD).session

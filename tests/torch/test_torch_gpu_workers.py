@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from coarse.torch.gradients.gpu_gradients import find_gpu
+from coarse.torch.gradients.paths.gpu_gradients import find_gpu
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("gpu_loss_script.py")

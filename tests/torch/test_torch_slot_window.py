@@ -7,8 +7,8 @@ from types import SimpleNamespace
 from typing import cast
 
 from coarse.client.tensor_group import TensorGroup
-from coarse.torch.gradients.gradient_path import GradientPath
-from coarse.torch.gradients.slot_window import SlotWindow
+from coarse.torch.gradients.paths.gradient_path import GradientPath
+from coarse.torch.gradients.paths.slot_window import SlotWindow
 
 
 class _Slots:

@@ -14,9 +14,9 @@ from coarse.env import WorkerIdentity
 from coarse.errors import CheckpointError, CoarseError, OutOfDeviceMemoryError
 from coarse.session import Session
 from coarse.store import DirectoryStore
-from coarse.torch.ddp import stored_state
-from coarse.torch.ddp.state_transfer import StateTransfer
-from coarse.torch.ddp.stored_state import OwnState, free_parts, load_state, store_refusal, store_state
+from coarse.torch.ddp.state import stored_state
+from coarse.torch.ddp.state.state_transfer import StateTransfer
+from coarse.torch.ddp.state.stored_state import OwnState, free_parts, load_state, store_refusal, store_state
 
 
 @pytest.fixture

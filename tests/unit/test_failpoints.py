@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from coarse.failpoints import Failpoints, parse_failpoints
+from coarse.process.failpoints import Failpoints, parse_failpoints
 from coarse.settings import Settings
 
 

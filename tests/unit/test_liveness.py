@@ -8,7 +8,7 @@ import signal
 import socket
 import time
 
-from coarse.liveness import LivenessProbe, Presence
+from coarse.process.liveness import LivenessProbe, Presence
 
 LIMIT_S = 30.0
 MANY = 50

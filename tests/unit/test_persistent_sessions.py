@@ -12,7 +12,7 @@ import pytest
 
 from coarse.env import Attempt
 from coarse.machine.partition_table import PartitionTable
-from coarse.scratch import hold
+from coarse.process.scratch import hold
 from coarse.security.local_sockets import short_address
 from coarse.settings import Settings
 from coarse.startup.persistent_devices import Keeping, find_persistent_devices

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from coarse.client.connection import DeviceConnection, collect_replies
+from coarse.client.control.connection import DeviceConnection, collect_replies
 from coarse.errors import OutOfDeviceMemoryError
 from coarse.proxy.memory import HostMemory
 from coarse.proxy.registrar import Registrar

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from coarse.scratch import Scratch, hold, remove_if_abandoned
+from coarse.process.scratch import Scratch, hold, remove_if_abandoned
 
 
 def make_old(path):

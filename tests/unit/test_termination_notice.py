@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from coarse.client import termination_notice
-from coarse.client.termination_notice import TerminationNotice
+from coarse.client.membership import termination_notice
+from coarse.client.membership.termination_notice import TerminationNotice
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from coarse.cli.top import _most_rows
-from coarse.cli.top_view import format_rate, format_time, view
+from coarse.cli.display.top_view import format_rate, format_time, view
 from coarse.dashboard.samples import (
     FAULT,
     RUNS,

@@ -13,7 +13,7 @@ from coarse.bench.harness.job_memory import PeakMemory
 from coarse.bench.harness.worker_pool import Progress, WorkerPool, time_for
 from coarse.bench.timing import Timing, slowest_worker
 from coarse.bench.train_step.systems import TrainingJob
-from coarse.scratch import Scratch
+from coarse.process.scratch import Scratch
 
 SYSTEMS = ("coarse", "coarse-workers", "torch", "dcp")
 

@@ -23,7 +23,7 @@ from coarse.bench.harness.control_group import ControlGroup
 from coarse.bench.harness.launchers import RANK_FROM_LAUNCHER, launch
 from coarse.env import own_process_environment
 from coarse.errors import CoarseError, SyncTimeoutError, WorkerLostError
-from coarse.scratch import Scratch
+from coarse.process.scratch import Scratch
 from coarse.security.local_sockets import short_address
 
 START_TIMEOUT_S = 120.0

@@ -54,7 +54,7 @@ def print_topology(topology: GpuTopology, uuids: list[str]) -> None:
     Raises:
         ValueError: If NVML does not report one of the GPUs.
     """
-    from coarse.cli.tables import print_table
+    from coarse.cli.display.tables import print_table
 
     numbers = [topology.find(uuid) for uuid in uuids]
     columns = ("", "model", "bus id", "NUMA node", *(f"cuda:{gpu}" for gpu in range(len(numbers))))
@@ -70,7 +70,7 @@ def print_topology(topology: GpuTopology, uuids: list[str]) -> None:
 def print_links(links: GpuLinks) -> None:
     """Prints latencies and bandwidths."""
     from coarse.bench.provenance import BenchMachine
-    from coarse.cli.tables import format_size, print_table
+    from coarse.cli.display.tables import format_size, print_table
 
     smallest = next(iter(links.curves.values())).points[0].nbytes
     print(f"measured on {', '.join(links.gpus)}; {BenchMachine.here()}; host memory is pinned")

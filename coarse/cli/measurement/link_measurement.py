@@ -18,7 +18,7 @@ from coarse.cli.workers.failure import last_traceback
 from coarse.cli.workers.processes import die_with_parent
 from coarse.env import WorkerIdentity, own_process_environment
 from coarse.errors import CoarseError
-from coarse.scratch import Scratch
+from coarse.process.scratch import Scratch
 from coarse.store import DirectoryStore
 
 if TYPE_CHECKING:

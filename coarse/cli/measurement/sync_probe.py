@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from coarse.cli.workers.processes import die_with_parent
 from coarse.env import WorkerIdentity, own_process_environment
-from coarse.scratch import Scratch
+from coarse.process.scratch import Scratch
 from coarse.store import DirectoryStore
 
 SCRIPT_MODULE = "coarse.cli.measurement.sync_probe"

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from coarse.cli.tables import print_table
+from coarse.cli.display.tables import print_table
 
 if TYPE_CHECKING:  # slow to import; `coarse --help` must not load these
-    from coarse.simulator.disturbances import Disturbances, Jitter
-    from coarse.simulator.goodput import Goodput, Recovery
-    from coarse.simulator.jittered import StepTimes
+    from coarse.simulator.faults.disturbances import Disturbances, Jitter
+    from coarse.simulator.faults.goodput import Goodput, Recovery
+    from coarse.simulator.faults.jittered import StepTimes
     from coarse.simulator.training_step import StepResult
 
 
@@ -70,7 +70,7 @@ def disturbances(arguments: argparse.Namespace) -> Disturbances:
     Raises:
         ValueError: If a factor is impossible.
     """
-    from coarse.simulator.disturbances import Disturbances
+    from coarse.simulator.faults.disturbances import Disturbances
 
     return Disturbances(slow_workers=dict(arguments.straggler), slow_links=dict(arguments.slow_link))
 
@@ -81,7 +81,7 @@ def jitter(arguments: argparse.Namespace) -> Jitter | None:
     Raises:
         ValueError: If it is impossible.
     """
-    from coarse.simulator.disturbances import Jitter
+    from coarse.simulator.faults.disturbances import Jitter
 
     if not arguments.jitter:
         return None
@@ -98,7 +98,7 @@ def goodputs(arguments: argparse.Namespace, result: StepResult) -> Goodputs:
     Raises:
         ValueError: If a time is impossible.
     """
-    from coarse.simulator.goodput import RESTART_S, goodput, recoveries
+    from coarse.simulator.faults.goodput import RESTART_S, goodput, recoveries
 
     restart_s = RESTART_S.value if arguments.restart_s is None else arguments.restart_s
     return [

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from coarse.cli.tables import print_table
+from coarse.cli.display.tables import print_table
 from coarse.simulator.studies import catalogue
 
 if TYPE_CHECKING:  # slow to import; `coarse --help` must not load these
@@ -88,7 +88,7 @@ def _write_scale(docs: Path, show: Progress) -> tuple[Path, str]:
 
 
 def _write_failures(docs: Path, show: Progress) -> tuple[Path, str]:
-    from coarse.simulator.failure_sweep import sweep_failures
+    from coarse.simulator.faults.failure_sweep import sweep_failures
     from coarse.simulator.studies.pages import write_failures
 
     page = write_failures(docs, sweep_failures(show))

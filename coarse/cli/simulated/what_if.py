@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from coarse.cli.tables import print_table
+from coarse.cli.display.tables import print_table
 
 if TYPE_CHECKING:  # slow to import; `coarse --help` must not load these
     from coarse.bench.replay.trace import ComputeTrace
@@ -70,7 +70,7 @@ def answer(machine: str, num_workers: int, model: str, tflops: float | None, her
     """
     from coarse.bench.replay.trace import load_trace, place_trace
     from coarse.machine.catalogue import load_machine
-    from coarse.simulator.generated import KINDS
+    from coarse.simulator.machines.generated import KINDS
     from coarse.simulator.setup import Setup
     from coarse.simulator.training_step import simulate_step
     from coarse.simulator.validated import outside_validated_range, uncertainty

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from coarse.cli.tables import format_size
+from coarse.cli.display.tables import format_size
 from coarse.status.launcher_notes import Note
 
 _LONGEST_REASON = 200

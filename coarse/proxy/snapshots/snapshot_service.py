@@ -18,7 +18,7 @@ from coarse.metrics.writer import MetricsWriter
 from coarse.proxy.memory import DeviceMemory
 from coarse.proxy.outbox import SendToWorker
 from coarse.proxy.snapshots.group_snapshots import GroupSnapshots, warm
-from coarse.scheduling import lower_priority
+from coarse.process.scheduling import lower_priority
 from coarse.wire.device_job import DeviceJob
 from coarse.wire.messages import Message, Received, int_field
 from coarse.wire.segments import Segment

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coarse.profiler.figures import save_figure
-from coarse.simulator.failure_sweep import FailureSweep, draw_failures, failure_lines
+from coarse.simulator.faults.failure_sweep import FailureSweep, draw_failures, failure_lines
 from coarse.simulator.scale import Sweep, draw_sweep, sweep_lines
 from coarse.simulator.studies.study import TOLERANCE, Basis, Claim, Comparison, Study, StudyResult
 

@@ -12,7 +12,7 @@ from coarse.checkpoint.source import ArraySource, SavedTensor
 from coarse.errors import CheckpointError
 from coarse.torch.checkpoint.training_state import described
 from coarse.torch.gradients.layout import Packing, as_bytes
-from coarse.torch.gradients.stream_order import StreamOrder
+from coarse.torch.gradients.paths.stream_order import StreamOrder
 
 
 class HostCopies:

@@ -11,7 +11,7 @@ import torch
 
 from coarse.errors import CheckpointError
 from coarse.torch.checkpoint.training_state import bare
-from coarse.torch.ddp.state_dict import without_wrapper_prefix
+from coarse.torch.ddp.state.state_dict import without_wrapper_prefix
 
 
 def load_state_dicts(

@@ -14,7 +14,7 @@ from coarse.errors import CoarseError
 from coarse.session import Session
 from coarse.torch.gradients import gradient_errors
 from coarse.torch.gradients.averaging import GradientSynchroniser
-from coarse.torch.gradients.bucket_hooks import BucketHook
+from coarse.torch.gradients.hooks.bucket_hooks import BucketHook
 from coarse.torch.gradients.registered_gradients import AveragingOptions, OffloadOptions
 from coarse.torch.optimizer.cached_parameters import CachedParameters
 from coarse.torch.optimizer.remote_parameters import RemoteParameters

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from coarse.client.tensor_group import UpdateKind
-from coarse.failpoints import Failpoints
-from coarse.torch.gradients.gradient_path import GradientPath
+from coarse.process.failpoints import Failpoints
+from coarse.torch.gradients.paths.gradient_path import GradientPath
 from coarse.torch.gradients.sparse_gradients import SparseGradients
 from coarse.torch.optimizer.mirrored_parameters import MirroredParameters
 from coarse.torch.optimizer.remote_parameters import RemoteParameters

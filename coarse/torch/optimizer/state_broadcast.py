@@ -9,7 +9,7 @@ import torch
 
 from coarse.session import Session
 from coarse.torch.ddp.agreement import broadcast_text
-from coarse.torch.ddp.buffers import broadcast_tensors
+from coarse.torch.ddp.state.buffers import broadcast_tensors
 
 
 def broadcast_state(session: Session, optimizer: torch.optim.Optimizer, *, root: int) -> None:

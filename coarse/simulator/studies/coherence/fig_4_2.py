@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from coarse.simulator.studies.coherence.mgcc import PRINTED, Level, Mgcc, Rules
+from coarse.simulator.studies.coherence.protocols.mgcc import PRINTED, Level, Mgcc, Rules
 from coarse.simulator.studies.coherence.operations import Hop, Operation, Shape
 from coarse.simulator.studies.study import StateTable
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import cycle, islice
 
 from coarse.simulator.studies.coherence.fig_4_2 import finish
-from coarse.simulator.studies.coherence.mgcc import REPAIRED, Mgcc, Rules
+from coarse.simulator.studies.coherence.protocols.mgcc import REPAIRED, Mgcc, Rules
 from coarse.simulator.studies.coherence.operations import Shape
 from coarse.simulator.studies.study import StateTable
 

@@ -9,7 +9,7 @@ from functools import cache
 from itertools import pairwise, permutations
 
 from coarse.machine.catalogue import load_machine
-from coarse.simulator.fair_sharing import Usage
+from coarse.simulator.events.fair_sharing import Usage
 
 _BYTES_PER_S = 1e9  # for one GB/s
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from coarse.simulator.engine import simulate
-from coarse.simulator.fair_sharing import Usage
+from coarse.simulator.events.engine import simulate
+from coarse.simulator.events.fair_sharing import Usage
 from coarse.simulator.studies.dgx1.machines import GpuMachine
 from coarse.simulator.studies.dgx1.networks import Network
-from coarse.simulator.tasks import Task
+from coarse.simulator.events.tasks import Task
 
 MEMCPY, DIRECT, SHARED, PROTOTYPE = "memcpy", "direct access", "shared memory", "prototype"
 ALGORITHMS = (MEMCPY, DIRECT, SHARED, PROTOTYPE)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from coarse.simulator.engine import simulate
-from coarse.simulator.tasks import Task
+from coarse.simulator.events.engine import simulate
+from coarse.simulator.events.tasks import Task
 
 _REDUCTIONS = 8  # of one simulated iteration; the share alone decides the result
 

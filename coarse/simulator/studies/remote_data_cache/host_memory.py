@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coarse.simulator.studies.remote_data_cache.parameters import LINE_BYTES, Machine
-from coarse.simulator.studies.remote_data_cache.streams import Stream
+from coarse.simulator.studies.remote_data_cache.accesses.streams import Stream
 
 
 def waiting_seconds(stream: Stream, machine: Machine, share: float) -> NDArray[np.float64]:

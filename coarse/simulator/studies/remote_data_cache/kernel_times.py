@@ -1,6 +1,6 @@
 """From traffic to time: each GPU's part of a kernel is a flow through the resources that it needs.
 
-Flows share SMs, banks, DRAM and links max-min fairly (`coarse.simulator.engine`); a kernel ends with its last flow.
+Flows share SMs, banks, DRAM and links max-min fairly (`coarse.simulator.events.engine`); a kernel ends with its last flow.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from coarse.simulator.engine import simulate
-from coarse.simulator.studies.remote_data_cache.last_level_cache import CacheOutcome
+from coarse.simulator.events.engine import simulate
+from coarse.simulator.studies.remote_data_cache.caches.last_level_cache import CacheOutcome
 from coarse.simulator.studies.remote_data_cache.parameters import LINE_BYTES, Machine
-from coarse.simulator.studies.remote_data_cache.placement import Placement
-from coarse.simulator.studies.remote_data_cache.remote_cache import RemoteOutcome
-from coarse.simulator.studies.remote_data_cache.streams import Stream
-from coarse.simulator.tasks import Task
+from coarse.simulator.studies.remote_data_cache.accesses.placement import Placement
+from coarse.simulator.studies.remote_data_cache.caches.remote_cache import RemoteOutcome
+from coarse.simulator.studies.remote_data_cache.accesses.streams import Stream
+from coarse.simulator.events.tasks import Task
 
 Amounts = NDArray[np.float64]
 

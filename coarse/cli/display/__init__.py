@@ -1,0 +1,1 @@
+"""Output of several commands: tables, and screens that change."""

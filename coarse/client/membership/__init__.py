@@ -1,0 +1,1 @@
+"""Who takes part in a session's steps: members, newcomers, workers that leave."""

@@ -1,0 +1,1 @@
+"""What any process needs: scratch folders, priorities, notices of late or lost peers, failpoints for tests."""

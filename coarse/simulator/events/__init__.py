@@ -1,0 +1,1 @@
+"""The engine: tasks whose flows share links, and the timeline that they give."""

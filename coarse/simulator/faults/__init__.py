@@ -1,0 +1,1 @@
+"""Stragglers, jitter, slow links and failures, and what they cost."""

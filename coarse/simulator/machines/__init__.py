@@ -1,0 +1,1 @@
+"""Machines as networks of endpoints and buckets."""

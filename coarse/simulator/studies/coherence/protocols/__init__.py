@@ -1,0 +1,1 @@
+"""Coherence protocols between GPUs."""

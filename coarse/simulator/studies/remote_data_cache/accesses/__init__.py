@@ -1,0 +1,1 @@
+"""Which pages and lines the document's workloads use."""

@@ -1,0 +1,1 @@
+"""The caches of remote data and the protocol that keeps them coherent."""

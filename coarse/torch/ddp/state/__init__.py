@@ -1,0 +1,1 @@
+"""Parameters, buffers and optimizer states that workers copy to each other."""

@@ -1,0 +1,1 @@
+"""Hooks into backward: autograd's, and users' communication hooks."""

@@ -1,0 +1,1 @@
+"""The ways of gradients to their slots and of averages back, by where both lie."""
