@@ -29,7 +29,7 @@ from coarse.machine.host import (
     Gpu,
     Host,
     Limit,
-    Memory,
+    SystemMemory,
     MemoryAccess,
     NumaNode,
     read_host,
@@ -241,7 +241,7 @@ def cpu_findings(cpu: Cpu) -> list[Finding]:
     ]
 
 
-def memory_findings(memory: Memory) -> list[Finding]:
+def memory_findings(memory: SystemMemory) -> list[Finding]:
     """Size, limit and page settings."""
     topic = "memory"
     size = f"{format_bytes(memory.available_bytes)} available of {format_bytes(memory.total_bytes)}"
@@ -255,7 +255,7 @@ def memory_findings(memory: Memory) -> list[Finding]:
     ]
 
 
-def settings_findings(memory: Memory) -> list[Finding]:
+def settings_findings(memory: SystemMemory) -> list[Finding]:
     """COARSE_* variables that are relevant on this machine, and errors in them."""
     try:
         settings = Settings.from_environment()
@@ -265,7 +265,7 @@ def settings_findings(memory: Memory) -> list[Finding]:
     return [pool_finding(memory, settings), *compression_findings(settings), *transfer_findings(settings)]
 
 
-def pool_finding(memory: Memory, settings: Settings) -> Finding:
+def pool_finding(memory: SystemMemory, settings: Settings) -> Finding:
     """The limit for old versions while a checkpoint is written (choose_pool_limit() of proxy.snapshots)."""
     variable = "COARSE_SNAPSHOT_POOL_BYTES"
     available = memory.available_bytes
@@ -287,14 +287,14 @@ def pool_finding(memory: Memory, settings: Settings) -> Finding:
     )
 
 
-def _cgroup_memory(memory: Memory) -> str:
+def _cgroup_memory(memory: SystemMemory) -> str:
     if memory.cgroup_limit_bytes is None:
         return "none"
     used = "" if memory.cgroup_used_bytes is None else f", {format_bytes(memory.cgroup_used_bytes)} used"
     return format_bytes(memory.cgroup_limit_bytes) + used
 
 
-def _transparent_pages(topic: str, memory: Memory) -> Finding:
+def _transparent_pages(topic: str, memory: SystemMemory) -> Finding:
     off = memory.transparent_shared in ("", "never", "deny")
     advice = "as root: echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled (fewer TLB misses)"
     return Finding(

@@ -429,9 +429,9 @@ def _require_sound_settings(environment: Mapping[str, str], num_workers: int, nu
         if settings.machine:
             load_machine(settings.machine)
         if settings.max_workers and num_workers * num_nodes == 1:
-            from coarse.session_parts.checks import check_solo
+            from coarse.session_parts.checks import check_single_worker
 
-            check_solo(settings)
+            check_single_worker(settings)
         if settings.timeline and not (folder := Path(settings.timeline).absolute().parent).is_dir():
             raise ValueError(f"COARSE_TIMELINE={settings.timeline}: there is no folder {folder}")
         if settings.profile not in (OFF, CACHED, AUTO, REFRESH) and not Path(settings.profile).is_file():

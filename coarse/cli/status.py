@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from coarse.cli.arguments import add_job
 from coarse.dashboard.readings import Counters, read_counters
 from coarse.status.address import WORKER, find_addresses
-from coarse.status.questions import Answer, ask
+from coarse.status.requests import Answer, ask
 from coarse.status.stacks import Stack
 
 _DESCRIPTION = """\

@@ -17,7 +17,7 @@ from coarse.dashboard.other_nodes import WholeJob
 from coarse.dashboard.sampler import Sampler
 from coarse.dashboard.samples import JOB, RUNS, Event, Sample
 from coarse.status.address import find_addresses
-from coarse.status.questions import ask
+from coarse.status.requests import ask
 
 if TYPE_CHECKING:  # slow to import
     from rich.console import Console

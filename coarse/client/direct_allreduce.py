@@ -93,14 +93,14 @@ class HostDirectAllReduce:
         native: This worker's native client.
         group: Number of the tensor group. Workers see each other's slots of it.
         num_workers: Number of workers of the node.
-        meeting: Barrier for this tensor group alone, because groups may end their steps in any order.
+        barrier: For this tensor group alone, because groups may end their steps in any order.
     """
 
-    def __init__(self, native: _native.Client, group: int, num_workers: int, meeting: NodeBarrier) -> None:
+    def __init__(self, native: _native.Client, group: int, num_workers: int, barrier: NodeBarrier) -> None:
         self._native = native
         self._group = group
         self._num_workers = num_workers
-        self._meeting = meeting
+        self._barrier = barrier
 
     def reduce(self, shards: Mapping[int, int], contributors: Sequence[int]) -> None:
         """Reduces those of `shards` to which every worker has contributed; memory devices have reduced the others.
@@ -119,6 +119,6 @@ class HostDirectAllReduce:
         if not own:
             return
         self._native.reduce_pieces(self._group, own)
-        self._meeting.wait()
+        self._barrier.wait()
         self._native.copy_pieces(self._group, own)
-        self._meeting.wait()
+        self._barrier.wait()

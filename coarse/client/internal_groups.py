@@ -40,7 +40,7 @@ def node_barrier_schema(name: str, most_numbers: int, *, is_emulated: bool) -> G
     """
     numbers = TensorSpec(name="numbers", dtype="float64", num_elements=most_numbers, op="max")
     return GroupSchema(
-        name=f"meeting over {name}",
+        name=f"barrier of {name}",
         specs=(TensorSpec(name="byte", dtype="uint8", num_elements=1, op="max"), numbers),
         shard_bytes=numbers.nbytes,
         gather_bytes=numbers.nbytes,

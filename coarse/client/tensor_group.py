@@ -169,7 +169,7 @@ class TensorGroup:
         self._schema = schema
         self._direct_shards: dict[int, int] = {}  # the tensor of each
         self._direct_allreduce: HostDirectAllReduce | None = None
-        self._meeting: NodeBarrier | None = None
+        self._barrier: NodeBarrier | None = None
         self._pulls_singly = False
         self._continues_step = False
         self._on_push: Callable[[Sequence[int]], None] | None = None
@@ -291,8 +291,8 @@ class TensorGroup:
             publishes: As for PrivateWrites.
         """
         lengths = [spec.nbytes for spec in self.specs]
-        meeting = self._client.open_node_barrier(f"the values written to {self.name}", 2)
-        self._own_parameters = self._memory_kept().open_own_parameters(lengths, meeting, publishes=publishes)
+        barrier = self._client.open_node_barrier(f"the values written to {self.name}", 2)
+        self._own_parameters = self._memory_kept().open_own_parameters(lengths, barrier, publishes=publishes)
         return self._own_parameters
 
     @property
@@ -579,7 +579,7 @@ class TensorGroup:
             raise ValueError(f"{self.name}: workers cannot reduce its tensors themselves: {reason}")
         if ways and self._direct_allreduce is None and self._client.emulation is None:
             self._direct_allreduce = HostDirectAllReduce(
-                self._native, self.id, self.num_workers, self.meeting
+                self._native, self.id, self.num_workers, self.barrier
             )
         shards = self._schema.partition().shards
         self._direct_shards = {shard: shards[shard].tensor for shard in ways}
@@ -598,19 +598,19 @@ class TensorGroup:
         return ""
 
     def open_node_barrier(self) -> None:
-        """Opens the barrier `meeting`; every worker calls it before any other work."""
-        self._meeting = self._client.open_node_barrier(self.name, max(len(self.specs), 8))
+        """Opens `barrier`; every worker calls it before any other work."""
+        self._barrier = self._client.open_node_barrier(self.name, max(len(self.specs), 8))
 
     @property
-    def meeting(self) -> NodeBarrier:
+    def barrier(self) -> NodeBarrier:
         """The node barrier of this group.
 
         Raises:
             ValueError: Before open_node_barrier().
         """
-        if self._meeting is None:
+        if self._barrier is None:
             raise ValueError(f"{self.name}: open_node_barrier() was not called")
-        return self._meeting
+        return self._barrier
 
     @property
     def is_watched(self) -> bool:
@@ -657,9 +657,9 @@ class TensorGroup:
             if self._reservations is not None:
                 self._reservations.close()
             self._slots = self._kept = self._rows = self._distant = None
-            for meeting in (self._meeting, self._own_parameters):
-                if meeting is not None:
-                    meeting.close()
+            for barrier in (self._barrier, self._own_parameters):
+                if barrier is not None:
+                    barrier.close()
             self._own_parameters = None
             self._client.release(self.id)
             _native.cuda_unmap_unused()

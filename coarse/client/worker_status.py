@@ -17,7 +17,7 @@ from coarse.env import notes_pipe
 from coarse.status.address import WORKER, Address, find_addresses, job_id
 from coarse.status.launcher_notes import Note, tell_launcher
 from coarse.status.processes import peak_memory_bytes
-from coarse.status.questions import Answer, ask
+from coarse.status.requests import Answer, ask
 from coarse.status.responder import METRICS, PLAN, Report, Responder, try_respond
 from coarse.status.stacks import read_stacks
 

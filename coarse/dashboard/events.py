@@ -8,7 +8,7 @@ from itertools import groupby
 from coarse.dashboard.readings import Reading
 from coarse.dashboard.samples import CHECKPOINT, FAULT, JOB, ROUTE, Event
 from coarse.status.address import WORKER
-from coarse.status.questions import Answer
+from coarse.status.requests import Answer
 
 _STALL_S = 5.0
 _STALL_STEPS = 3.0

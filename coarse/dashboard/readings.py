@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from coarse.status.address import MEMORY_DEVICE, WORKER, find_addresses
-from coarse.status.questions import Answer, ask, ask_for
+from coarse.status.requests import Answer, ask, ask_for
 from coarse.status.responder import METRICS, PLAN, Report
 
 _SAMPLE = re.compile(r"(\w+)\{(.*)\}")

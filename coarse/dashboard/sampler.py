@@ -24,13 +24,13 @@ from coarse.dashboard.samples import (
     Device,
     Event,
     Link,
-    Memory,
+    MemoryUse,
     Sample,
     Worker,
 )
 from coarse.status.address import MEMORY_DEVICE, WORKER
 from coarse.status.processes import private_memory_bytes
-from coarse.status.questions import Answer
+from coarse.status.requests import Answer
 from coarse.status.responder import Report
 
 _SHORT_WAIT_S = 1.0
@@ -246,16 +246,16 @@ def slowest_of(workers: Sequence[Worker]) -> tuple[int, str]:
     )
 
 
-def _memory(workers: Sequence[Worker], devices: Sequence[Device], reading: Reading) -> Iterator[Memory]:
+def _memory(workers: Sequence[Worker], devices: Sequence[Device], reading: Reading) -> Iterator[MemoryUse]:
     for worker in workers:
-        yield Memory(owner=f"worker {worker.rank}", what="private", num_bytes=worker.private_bytes)
+        yield MemoryUse(owner=f"worker {worker.rank}", what="private", num_bytes=worker.private_bytes)
     answers = reading.of(MEMORY_DEVICE)
     for device in devices:
         reserved = (answers[device.number].report or {}).get("reserved", {})
         if _SNAPSHOTS in reserved:  # their address space is larger than their limit
             reserved[_SNAPSHOTS] = device.pool_bytes
         for what, num_bytes in reserved.items():
-            yield Memory(owner=f"md{device.number}", what=what, num_bytes=num_bytes)
+            yield MemoryUse(owner=f"md{device.number}", what=what, num_bytes=num_bytes)
 
 
 def not_shown(workers: Sequence[Worker], nodes: Sequence[Sequence[int]]) -> Iterator[str]:

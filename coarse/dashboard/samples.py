@@ -112,7 +112,7 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
+class MemoryUse:
     """Memory of one owner.
 
     Args:
@@ -199,7 +199,7 @@ class Sample:
     workers: tuple[Worker, ...] = ()
     devices: tuple[Device, ...] = ()
     links: tuple[Link, ...] = ()
-    memory: tuple[Memory, ...] = ()
+    memory: tuple[MemoryUse, ...] = ()
     checkpoints: Checkpoints
     nodes: tuple[tuple[int, ...], ...] = ()
     decisions: tuple[str, ...] = ()

@@ -47,7 +47,7 @@ class Cpu:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
+class SystemMemory:
     """Memory of this machine.
 
     Args:
@@ -157,7 +157,7 @@ class Host:
     kernel: str
     architecture: str
     cpu: Cpu
-    memory: Memory
+    memory: SystemMemory
     numa_nodes: tuple[NumaNode, ...]
     dax_devices: tuple[DaxDevice, ...]
     gpus: tuple[Gpu, ...]
@@ -208,12 +208,12 @@ def _granted_cores(num_allowed: int, quota: float | None) -> int:
     return num_allowed if quota is None else max(1, min(num_allowed, int(quota)))
 
 
-def read_memory(root: Path = _ROOT) -> Memory:
+def read_memory(root: Path = _ROOT) -> SystemMemory:
     """Returns the memory of this machine and this process's share of it."""
     fields = parse_fields(_text(root / "proc/meminfo"))
     limit_bytes, used_bytes = _memory_limit(root)
     transparent = root / "sys/kernel/mm/transparent_hugepage"
-    return Memory(
+    return SystemMemory(
         total_bytes=parse_kib(fields.get("MemTotal", "")),
         available_bytes=parse_kib(fields.get("MemAvailable", "")),
         cgroup_limit_bytes=limit_bytes,

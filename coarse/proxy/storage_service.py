@@ -57,7 +57,7 @@ class StorageService:
             raise ProtocolError("commit arrived without a reservation")
         key, segment = self._reserved.pop(client)
         try:
-            segment = self._memory.settle(_label(key), segment)
+            segment = self._memory.commit(_label(key), segment)
         except OutOfDeviceMemoryError as error:
             segment.close()
             self._refuse(client, error)

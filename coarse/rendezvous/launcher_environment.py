@@ -61,7 +61,7 @@ class LauncherEnvironment:
         )
 
 
-def meeting_place(identity: WorkerIdentity, environ: Mapping[str, str]) -> tuple[str, int]:
+def rendezvous_address(identity: WorkerIdentity, environ: Mapping[str, str]) -> tuple[str, int]:
     """MASTER_ADDR and MASTER_PORT of a job of several workers.
 
     Raises:
@@ -108,7 +108,7 @@ def unserved(host: str, port: int, reason: str) -> RendezvousError:
 
 
 def _address(identity: WorkerIdentity, environ: Mapping[str, str]) -> Address:
-    host, port = meeting_place(identity, environ)
+    host, port = rendezvous_address(identity, environ)
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return TcpAddress(host, port)
     # torchrun's agent uses the port for a store that only PyTorch can access.

@@ -32,7 +32,7 @@ from coarse.rendezvous.store_server import (
 from coarse.process.scratch import hold
 from coarse.security import local_sockets, private_directories
 from coarse.security.job_secret import PROOF_BYTES, JobSecret
-from coarse.security.listening import host_and_port, listen_for_workers, meeting_host
+from coarse.security.listening import host_and_port, listen_for_workers, rendezvous_host
 from coarse.store import Store
 
 _FIRST_POLL_S = 0.001
@@ -258,7 +258,7 @@ def _connect(address: Address, timeout_s: float, secret: JobSecret) -> socket.so
 
 def _try_to_connect(address: Address, timeout_s: float, secret: JobSecret) -> socket.socket:
     if isinstance(address, TcpAddress):
-        connected = socket.create_connection((meeting_host(address.host), address.port), timeout_s)
+        connected = socket.create_connection((rendezvous_host(address.host), address.port), timeout_s)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     else:
         directory = private_directories.find(str(address))

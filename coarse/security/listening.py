@@ -14,7 +14,7 @@ _BACKLOG = 1024
 _LOOPBACK = "127.0.0.1"
 
 
-def meeting_host(host: str) -> str:
+def rendezvous_host(host: str) -> str:
     """MASTER_ADDR as worker 0 and all others use it: of localhost's two addresses the one of IPv4.
 
     Worker 0 listens on one of them, and somebody else could listen on the other.
@@ -46,7 +46,7 @@ def listen_for_workers(host: str, port: int) -> socket.socket:
     Raises:
         OSError: If the port is taken.
     """
-    host = meeting_host(host)
+    host = rendezvous_host(host)
     addresses: dict[str, socket.AddressFamily] = {}
     with contextlib.suppress(OSError):  # a name that other machines know
         addresses = _addresses(host, port)

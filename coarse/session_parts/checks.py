@@ -24,7 +24,7 @@ def check_specs(name: str, specs: Sequence[TensorSpec]) -> None:
         raise ValueError(f"{name}: two tensors share a name")
 
 
-def check_solo(settings: Settings) -> None:
+def check_single_worker(settings: Settings) -> None:
     """Raises RendezvousError for settings that need several workers, in a job of one."""
     if settings.machine:
         raise RendezvousError(

@@ -18,7 +18,7 @@ from coarse.session_parts.checks import (
     check_losses,
     check_nodes,
     check_ports,
-    check_solo,
+    check_single_worker,
     settings_for_losses,
     settings_for_nodes,
 )
@@ -55,7 +55,7 @@ class Start:
         Raises:
             RendezvousError: If the settings need several workers.
         """
-        check_solo(self.settings)
+        check_single_worker(self.settings)
         self._record_timeline()
         client = SingleWorkerClient()
         self.services.serve_metrics(client.read_metrics, self.settings)

@@ -13,7 +13,7 @@ from coarse.profiler.partition import plan_partition
 from coarse.profiler.routing import RoutingTable, route_shards
 from coarse.schema import ITEM_BYTES
 from coarse.settings import Settings
-from coarse.simulator.collectives import OWN_PATHS, add_usages
+from coarse.simulator.collectives import DIRECT_ALLREDUCES, add_usages
 from coarse.simulator.events.fair_sharing import Usage
 from coarse.simulator.job import Job
 from coarse.simulator.machines.network import LinkNetwork, Network, Route
@@ -122,13 +122,13 @@ def collectives_of(network: Network) -> Collectives:
     """Latency and bandwidth of each way of direct all-reduce."""
     if isinstance(network, LinkNetwork):
         return collectives_from_links(network.links)
-    return {name: build(network).model(network) for name, build in OWN_PATHS.items()}
+    return {name: build(network).model(network) for name, build in DIRECT_ALLREDUCES.items()}
 
 
 def _sync_costs(network: Network, plan: CoarsePlan, device_usage: Usage) -> SyncCosts:
     if isinstance(network, LinkNetwork):
         return sync_costs_from_links(network.links, plan.tables)
-    widest = OWN_PATHS[widest_collective(collectives_of(network))](network)
+    widest = DIRECT_ALLREDUCES[widest_collective(collectives_of(network))](network)
     proxy, worker = _seconds(network, device_usage), _seconds(network, widest.usage)
     return SyncCosts(
         proxy_s_per_byte=max(proxy.values(), default=0.0),

@@ -83,7 +83,7 @@ def all_to_all_reduce(network: Network) -> Collective:
     return _all_pairs(network, share=2 / network.num_workers, num_iterations=2)
 
 
-OWN_PATHS = {RING: ring, ALL_GATHER: all_gather_reduce, ALL_TO_ALL: all_to_all_reduce}
+DIRECT_ALLREDUCES = {RING: ring, ALL_GATHER: all_gather_reduce, ALL_TO_ALL: all_to_all_reduce}
 """The ways of direct all-reduce (coarse.profiler.direct_allreduce)."""
 
 

@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from coarse.env import WorkerIdentity, invitation, process_environment
 from coarse.errors import RendezvousError
-from coarse.rendezvous.launcher_environment import meeting_place, unserved, why_unresolved
+from coarse.rendezvous.launcher_environment import rendezvous_address, unserved, why_unresolved
 from coarse.rendezvous.workers import gather_workers
-from coarse.security.listening import host_and_port, meeting_host
+from coarse.security.listening import host_and_port, rendezvous_host
 from coarse.settings import Settings
 from coarse.startup.node_address import gloo_variables
 from coarse.startup.reachability import check_reach, watch_for_start
@@ -137,11 +137,11 @@ def _destroy(owner_pid: int) -> None:
 
 def _connect(identity: WorkerIdentity, environ: Mapping[str, str], timeout_s: float) -> Any:
     """Returns the job's TCPStore: served by torchrun's agent if there is one, by worker 0 otherwise."""
-    host, port = meeting_place(identity, environ)
+    host, port = rendezvous_address(identity, environ)
     if identity.rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         try:
             timeout = timedelta(seconds=min(_REPORT_INTERVAL_S, timeout_s))  # for the connection to itself
-            store = _serve(meeting_host(host), port, timeout)
+            store = _serve(rendezvous_host(host), port, timeout)
         except (OSError, RuntimeError) as error:
             raise unserved(host, port, _first_line(error)) from error
     else:
@@ -159,7 +159,7 @@ def _reach(rank: int, host: str, port: int, timeout_s: float) -> Any:
         left_s = max(0.1, min(_REPORT_INTERVAL_S, started + timeout_s - attempted))
         if attempt is None:
             timeout = timedelta(seconds=left_s)
-            attempt = Call(lambda timeout=timeout: _open(meeting_host(host), port, False, timeout))  # type: ignore[misc]
+            attempt = Call(lambda timeout=timeout: _open(rendezvous_host(host), port, False, timeout))  # type: ignore[misc]
         try:
             return attempt.result(left_s + _GRACE_S)
         except TimeoutError:

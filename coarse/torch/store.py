@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from coarse.env import job_secret, master_address
 from coarse.errors import RendezvousError
-from coarse.security.listening import host_and_port, listen_for_workers, meeting_host
+from coarse.security.listening import host_and_port, listen_for_workers, rendezvous_host
 from coarse.security.node_ports import NodePorts
 from coarse.settings import Settings
 from coarse.torch.deadlines import within
@@ -102,7 +102,7 @@ def _serve_store(process_group: Any) -> Any:
     server: list[Any] = [None]
     store = None
     if dist.get_rank(process_group) == 0:
-        host = meeting_host(_reachable_host())
+        host = rendezvous_host(_reachable_host())
         ports = NodePorts.parse(settings.node_ports)
         store = _serve_at(ports.take(lambda port: listen_for_workers(host, port)), host, timeout)
         server[0] = (host, store.port)
@@ -126,7 +126,7 @@ def serve_store(host: str, port: int, *, timeout: timedelta) -> Any:
     """Returns a TCPStore that this process serves only at its address; torch's own listen on all interfaces.
 
     Args:
-        host: From meeting_host().
+        host: From rendezvous_host().
         port: 0 for any free port.
         timeout: Time-out of its waits.
 

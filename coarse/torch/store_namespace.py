@@ -2,7 +2,7 @@
 
 The store of torchrun's agent keeps values from workers of earlier attempts, and from a destroyed group of the same
 name. No number distinguishes attempts: once a worker has died, agents of several nodes count differently. So worker 0
-draws a random name for each meeting, and sends it to every process that asks.
+draws a random name each time that the ranks meet, and sends it to every process that asks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def fresh_part(store: Any, *, prefix: str, rank: int, size: int, timeout_s: floa
 
     Args:
         store: The store that all ranks share.
-        prefix: Common prefix of this meeting and of earlier ones of the same ranks.
+        prefix: Common prefix of all namespaces of these ranks.
         rank, size: Rank of this process and number of ranks.
         timeout_s: How long to wait for rank 0.
 

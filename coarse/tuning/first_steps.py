@@ -46,7 +46,7 @@ class FirstSteps:
 
     def slowest(self, seconds: Sequence[float]) -> list[float]:
         """The largest value of each time over all workers."""
-        return self._group.meeting.largest(seconds)
+        return self._group.barrier.largest(seconds)
 
     def medians_s(self) -> tuple[float, float, float]:
         """Seconds of the forward pass, the backward pass and the whole step, each of the slowest worker."""
@@ -58,7 +58,7 @@ class FirstSteps:
     def order(self) -> list[int]:
         """Tensors in the order in which the first worker pushed them."""
         num_tensors = len(self._group.specs)
-        order = self._group.meeting.largest(self._clock.order if self._is_first else [0] * num_tensors)
+        order = self._group.barrier.largest(self._clock.order if self._is_first else [0] * num_tensors)
         return [int(tensor) for tensor in order]
 
     def ready_s(self, order: Sequence[int], backward_s: float) -> dict[int, float]:

@@ -123,7 +123,7 @@ def measure_profile(
             if not is_emulated:  # other work of the host does not affect emulated links
                 meter.touch(max(sizes))
             repeats = meter.measure(sizes, _part_of(progress, turn, table.num_workers))
-            meter.settle(number, table.local_device(number), is_emulated, most_s=share_s)
+            meter.resolve_doubts(number, table.local_device(number), is_emulated, most_s=share_s)
         session.barrier()
     probes.close()
     own = json.dumps({"host": host_key(read_host()), "curves": _rows(repeats, is_emulated)}).encode()
@@ -253,7 +253,7 @@ class LinkMeter:
         num_passes = len(next(iter(self._repeats.values()))[size])
         return num_passes < MOST_REPEATS and self._spent_s[size] / num_passes <= left_s
 
-    def settle(self, worker: int, local_device: int, is_emulated: bool, *, most_s: float) -> None:
+    def resolve_doubts(self, worker: int, local_device: int, is_emulated: bool, *, most_s: float) -> None:
         """Repeats both directions at once if too few repeats, or their spread, leave a route in doubt.
 
         After the second repeat, takes at most `most_s` seconds and MOST_REPEATS of a size. The routing table states

@@ -32,7 +32,7 @@ from coarse.dashboard.samples import (
     Device,
     Event,
     Link,
-    Memory,
+    MemoryUse,
     Sample,
     Worker,
 )
@@ -258,7 +258,7 @@ def of_many_workers(number, count):
     links = [
         Link(source=f"worker {rank}", target=f"md{rank}", bytes_per_s=1e6 * rank) for rank in range(count)
     ]
-    memory = [Memory(owner=f"worker {rank}", what="private", num_bytes=1 << 30) for rank in range(count)]
+    memory = [MemoryUse(owner=f"worker {rank}", what="private", num_bytes=1 << 30) for rank in range(count)]
     return Sample(
         number=number,
         time_s=1_700_000_000 + number,

@@ -21,7 +21,7 @@ from test_security import NOBODY, needs_root
 
 from coarse.cli.status import describe_job
 from coarse.status.address import MEMORY_DEVICE, WORKER, Address, find_addresses, job_id
-from coarse.status.questions import ask
+from coarse.status.requests import ask
 from coarse.status.responder import Responder
 
 pytest.importorskip("coarse.kernels._native", reason="needs the native module")

@@ -9,7 +9,7 @@ from coarse.simulator.studies.coherence.kernels import WORKLOADS, workload
 from coarse.simulator.studies.coherence.machines import SHAPE, run_benchmark, simulate, simulate_tracker
 from coarse.simulator.studies.coherence.protocols.mgcc import Mgcc
 from coarse.simulator.studies.coherence.operations import Kind, Shape
-from coarse.simulator.studies.coherence.timing import Instruction, Machine, Speeds
+from coarse.simulator.studies.coherence.timing import Instruction, KernelRun, Speeds
 from coarse.simulator.studies.coherence.protocols.uncoherent import Uncoherent
 from coarse.simulator.studies.coherence.xtreme import XTREME_SHAPE, Vectors, xtreme1, xtreme2, xtreme3
 
@@ -24,7 +24,7 @@ def speeds(gbytes_per_s=8.0, *, lines_in_flight=16):
 
 def time_of(program, protocol=None, **options):
     protocol = protocol or Uncoherent(ONE_CU, writes_back=False)
-    return Machine(protocol, speeds(**options)).run([[program]]).ns
+    return KernelRun(protocol, speeds(**options)).run([[program]]).ns
 
 
 def test_a_read_takes_the_latencies_and_transfers_of_its_way():
@@ -59,7 +59,7 @@ def test_a_deadlock_is_an_error():
     protocol = Uncoherent(ONE_CU, writes_back=False)
     protocol.l1[0].locks.hold(0)
     with pytest.raises(RuntimeError, match="deadlock: 1 operations"):
-        Machine(protocol, speeds()).run([[[Instruction((0,))]]])
+        KernelRun(protocol, speeds()).run([[[Instruction((0,))]]])
 
 
 @pytest.mark.parametrize("name", ["mt", "relu"])

@@ -19,7 +19,7 @@ import numpy as np
 import coarse.tensorflow
 from coarse.cli.status import describe_job
 from coarse.status.address import find_addresses
-from coarse.status.questions import ask
+from coarse.status.requests import ask
 
 ROWS, BATCH, EPOCHS, EVERY = 52, 8, 2, 3
 

@@ -12,10 +12,10 @@ import pytest
 
 from coarse.cli import doctor
 from coarse.cli.measurement.sync_probe import SyncLatency, SyncProbeError
-from coarse.machine.host import Cpu, DaxDevice, Gpu, Limit, Memory, MemoryAccess, NumaNode, read_host
+from coarse.machine.host import Cpu, DaxDevice, Gpu, Limit, MemoryAccess, NumaNode, SystemMemory, read_host
 from coarse.settings import Settings
 
-MEMORY = Memory(
+MEMORY = SystemMemory(
     total_bytes=64 << 30,
     available_bytes=32 << 30,
     cgroup_limit_bytes=None,

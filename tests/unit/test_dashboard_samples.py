@@ -29,7 +29,7 @@ from coarse.dashboard.samples import (
     Worker,
 )
 from coarse.status.address import MEMORY_DEVICE, WORKER, Address, find_addresses
-from coarse.status.questions import Answer, ask
+from coarse.status.requests import Answer, ask
 from coarse.status.responder import Responder
 
 STEP = 'coarse_step_seconds_{}{{worker="0"}}'

@@ -116,7 +116,7 @@ def settled(delays, *, most_s, worker=0):
     links = DelayedLinks(delays)
     meter = LinkMeter(links, transfers, 0.0)
     repeats = meter.measure([4096, 1 << 20], lambda done: None)
-    meter.settle(worker, table.local_device(worker), is_emulated=True, most_s=most_s)
+    meter.resolve_doubts(worker, table.local_device(worker), is_emulated=True, most_s=most_s)
     both = [path for path in repeats if path.kind == "both"]
     return {path.target: summarise(repeats[path], is_emulated=True) for path in both}, repeats, both
 

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from coarse.security.listening import host_and_port, listen_for_workers, meeting_host
+from coarse.security.listening import host_and_port, listen_for_workers, rendezvous_host
 
 
 def answers_at(listener, host):
@@ -20,7 +20,7 @@ def answers_at(listener, host):
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 def test_for_workers_of_one_machine_it_is_the_loopback_interface_alone(host):
     with listen_for_workers(host, 0) as listener:
-        assert answers_at(listener, meeting_host(host))
+        assert answers_at(listener, rendezvous_host(host))
         assert not answers_at(listener, "127.0.0.2")
         assert not answers_at(listener, "::1")
 

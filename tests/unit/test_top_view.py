@@ -18,7 +18,7 @@ from coarse.dashboard.samples import (
     Device,
     Event,
     Link,
-    Memory,
+    MemoryUse,
     Sample,
     Worker,
 )
@@ -64,7 +64,7 @@ def sample(num, **values):
         "workers": tuple(map(worker, range(num))),
         "devices": tuple(map(device, range(num))),
         "links": tuple(link(each, each, 1e9 * each) for each in range(num)),
-        "memory": tuple(Memory(owner=f"md{each}", what="states", num_bytes=3 << 30) for each in range(num)),
+        "memory": tuple(MemoryUse(owner=f"md{each}", what="states", num_bytes=3 << 30) for each in range(num)),
     }
     return Sample(
         **{"number": 1, "time_s": 0.0, "phase": RUNS, "job": "7ce4d0d2", "checkpoints": Checkpoints()}

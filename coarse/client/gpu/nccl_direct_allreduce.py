@@ -49,7 +49,7 @@ class _ReducedGroup(Protocol):
         """Address of this worker's slots on its GPU; 0 if the GPU cannot reach them."""
 
     @property
-    def meeting(self) -> NodeBarrier:
+    def barrier(self) -> NodeBarrier:
         """The node barrier of this group."""
 
     def needs_memory_devices(self) -> str:
@@ -64,7 +64,7 @@ class NcclDirectAllReduce:
     work in the same order on all workers.
 
     Args:
-        group: The group of the tensors; use() needs its `meeting`.
+        group: The group of the tensors; use() needs its `barrier`.
         native: This worker's native client.
     """
 
@@ -145,7 +145,7 @@ class NcclDirectAllReduce:
         if self._communicator is None:
             return
         self.synchronize()
-        self._group.meeting.wait()  # others may read this worker's memory until they finish
+        self._group.barrier.wait()  # others may read this worker's memory until they finish
         self._set_flags([0] * self._group.num_shards)
         self._transfers.use_direct_allreduce(None, 0)
         self._communicator = None

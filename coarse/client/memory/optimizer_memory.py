@@ -68,7 +68,7 @@ class OptimizerMemory:
         return ""
 
     def open_own_parameters(
-        self, lengths: Sequence[int], meeting: NodeBarrier, *, publishes: bool
+        self, lengths: Sequence[int], barrier: NodeBarrier, *, publishes: bool
     ) -> PrivateWrites:
         """This worker's own view of the parameters; lengths in bytes, other arguments as for PrivateWrites.
 
@@ -81,7 +81,7 @@ class OptimizerMemory:
         from coarse.client.memory.private_writes import PrivateWrites  # needs numpy
 
         return PrivateWrites(
-            view, self._parameters, self._parameter_offsets, lengths, meeting, publishes=publishes
+            view, self._parameters, self._parameter_offsets, lengths, barrier, publishes=publishes
         )
 
     def results(self) -> MappedMemory:

@@ -25,7 +25,7 @@ class PrivateWrites:
         view: Private view of the shared memory.
         shared: The same memory, as all workers see it.
         offsets, lengths: Place of each tensor's parameter in the memory, in bytes.
-        meeting: Barrier of all workers, for take_over() alone.
+        barrier: Of all workers, for take_over() alone.
         publishes: Whether this worker writes the common values to the shared memory; one worker of each node does.
     """
 
@@ -35,7 +35,7 @@ class PrivateWrites:
         shared: memoryview[Any],
         offsets: Sequence[int],
         lengths: Sequence[int],
-        meeting: NodeBarrier,
+        barrier: NodeBarrier,
         *,
         publishes: bool,
     ) -> None:
@@ -44,7 +44,7 @@ class PrivateWrites:
         self._shared = shared
         self._offsets = offsets
         self._lengths = lengths
-        self._meeting = meeting
+        self._barrier = barrier
         self._publishes = publishes
 
     def parameter(self, tensor: int) -> memoryview[Any]:
@@ -74,17 +74,17 @@ class PrivateWrites:
             digests[tensor] = zlib.crc32(self.parameter(tensor)) or 1
         mine = float(zlib.crc32(digests.tobytes()) + 1) if written else 0.0
         numbers = [mine, _ABOVE_ALL_DIGESTS - mine]
-        self._meeting.tell(numbers)
+        self._barrier.tell(numbers)
         if not written:
             return digests, True
-        if self._meeting.told()[: len(numbers)] != numbers:
+        if self._barrier.told()[: len(numbers)] != numbers:
             return digests, False
         if self._publishes:
             before_writing()
             for tensor in written:
                 start = self._offsets[tensor]
                 self._shared[start : start + self._lengths[tensor]] = self.parameter(tensor)
-        self._meeting.wait()
+        self._barrier.wait()
         self._view.give_back()
         return digests, True
 
@@ -111,4 +111,4 @@ class PrivateWrites:
 
     def close(self) -> None:
         """Leaves the barrier; mapped memory stays as long as a view lives. Idempotent."""
-        self._meeting.close()
+        self._barrier.close()

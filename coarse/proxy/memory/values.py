@@ -25,7 +25,7 @@ class ValueMemory(Protocol):
             OutOfDeviceMemoryError: If it is not available; then nothing was allocated.
         """
 
-    def settle(self, label: str, written: Segment) -> Segment:
+    def commit(self, label: str, written: Segment) -> Segment:
         """Moves a value that a worker has written to its final place; takes ownership of `written`.
 
         Raises:
@@ -49,7 +49,7 @@ class MappedValues:
     def reserve(self, label: str, num_bytes: int) -> Segment:
         return self._memory.allocate(label, num_bytes)
 
-    def settle(self, label: str, written: Segment) -> Segment:
+    def commit(self, label: str, written: Segment) -> Segment:
         del label
         return written
 
@@ -68,7 +68,7 @@ class GpuValues:
             raise OutOfDeviceMemoryError(self._memory.shortage(label, num_bytes))
         return self._memory.allocate_host(label, num_bytes)
 
-    def settle(self, label: str, written: Segment) -> Segment:
+    def commit(self, label: str, written: Segment) -> Segment:
         if written.num_bytes < LEAST_GPU_VALUE_BYTES:
             return written
         value = self._memory.allocate(label, written.num_bytes)

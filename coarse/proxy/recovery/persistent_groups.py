@@ -86,7 +86,7 @@ class PersistentGroups:
             schema=schema, segments=dict(segments), group=-1, updates=updates
         )
 
-    def settled(self) -> Iterator[tuple[PersistentGroup, RecoveredUpdates]]:
+    def with_updates(self) -> Iterator[tuple[PersistentGroup, RecoveredUpdates]]:
         """All groups whose state is known, with that state."""
         for kept in self._groups.values():
             if kept.updates is not None:
@@ -98,7 +98,7 @@ class PersistentGroups:
             if kept.group == group:
                 self._groups.pop(name).close()
 
-    def settle(self, finished: Iterable[tuple[int, int, list[int], str]]) -> list[str]:
+    def record_updates(self, finished: Iterable[tuple[int, int, list[int], str]]) -> list[str]:
         """Records the state of the groups after an attempt, and drops groups without a whole step.
 
         Args:

@@ -60,19 +60,19 @@ class Replication:
         """
         lost_clients = [client for device in lost for client in self._job.clients_of[device]]
         if self._job.is_home:
-            self._settle(self._contents.groups, proxy.finish_updates(lost_clients))
+            self._record_updates(self._contents.groups, proxy.finish_updates(lost_clients))
         if self._job.keeps_replica:
             is_owner_lost = HOME_DEVICE in lost
-            self._settle(self._contents.replicas, proxy.finish_replicas(lost_clients, is_owner_lost))
+            self._record_updates(self._contents.replicas, proxy.finish_replicas(lost_clients, is_owner_lost))
 
-    def _settle(self, groups: PersistentGroups, finished: list[tuple[int, int, list[int], str]]) -> None:
-        for problem in groups.settle(finished):
+    def _record_updates(self, groups: PersistentGroups, finished: list[tuple[int, int, list[int], str]]) -> None:
+        for problem in groups.record_updates(finished):
             logger.warning("[md%s] cannot keep %s", self._job.device, problem)
 
     def refill(self, device: int) -> None:
         """Sends the replacement of a lost device that device's contents, if this device has copies of them."""
         if device == HOME_DEVICE and self._job.keeps_replica:
-            for kept, updates in self._contents.replicas.settled():
+            for kept, updates in self._contents.replicas.with_updates():
                 extents, fds = pack(kept.segments.values())
                 message: Message = {
                     "type": REFILL_GROUP,

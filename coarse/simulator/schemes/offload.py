@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 
 from coarse.simulator.coarse_plan import CoarsePlan, Shard, direct_allreduce_shards, plan_job
-from coarse.simulator.collectives import OWN_PATHS, Collective, add_usages
+from coarse.simulator.collectives import DIRECT_ALLREDUCES, Collective, add_usages
 from coarse.simulator.events.fair_sharing import Usage
 from coarse.simulator.job import Job
 from coarse.simulator.memory_devices import EXCHANGE, Stage, bytes_read, stages
@@ -43,7 +43,7 @@ class _OffloadStep:
         self._own: Mapping[int, str] = {}
         if dual_sync != OFF:
             self._own = direct_allreduce_shards(job, self._plan, self._bulk_usage(), mode=dual_sync)
-        self._collective = cache(lambda name: OWN_PATHS[name](job.network))
+        self._collective = cache(lambda name: DIRECT_ALLREDUCES[name](job.network))
 
     def step(self) -> Step:
         shards = self._plan.shards

@@ -71,12 +71,12 @@ class RemoteUpdates:
         self.finish()
         self.count += 1
         self._reach("step.prepare")
-        present = self._bring_gradients()
+        present = self._stage_gradients()
         self._offloaded.begin(present, gradient_scale=gradient_scale)
         self._push(present)
         self._end(is_whole=all(present))
 
-    def _bring_gradients(self) -> list[bool]:
+    def _stage_gradients(self) -> list[bool]:
         """Copies every parameter's `.grad` to its slot; returns which parameters have one."""
         gradients = [parameter.grad for parameter in self._offloaded.parameters]
         for index, gradient in enumerate(gradients):

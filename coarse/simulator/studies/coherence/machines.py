@@ -15,7 +15,7 @@ from coarse.simulator.studies.coherence.kernels import Workload
 from coarse.simulator.studies.coherence.protocols.mgcc import PRINTED, Mgcc, Rules
 from coarse.simulator.studies.coherence.operations import CoherenceProtocol, Kind, Shape
 from coarse.simulator.studies.coherence.protocols.rdma import Rdma
-from coarse.simulator.studies.coherence.timing import Instruction, Kernel, Machine, Outcome, Speeds
+from coarse.simulator.studies.coherence.timing import Instruction, Kernel, KernelRun, Outcome, Speeds
 from coarse.simulator.studies.coherence.protocols.uncoherent import Uncoherent
 
 SHARE = 16
@@ -64,7 +64,7 @@ def simulate(
 
     Args:
         configuration: "RDMA", "HMG", "WB-NC-RC", "WT-NC-RC", "C-RC" or "C-SC".
-        kernels, keeps_caches: As of Machine.run.
+        kernels, keeps_caches: As for KernelRun.run.
         num_gpus: GPUs.
         gbytes_per_s: Bandwidth of a GPU's link to shared memory.
         rules: Of MGCC.
@@ -81,7 +81,7 @@ def simulate(
         resident=resident,
         lines_in_flight=0 if in_order else LINES_IN_FLIGHT,
     )
-    outcome = Machine(protocol, speeds).run(kernels, keeps_caches=keeps_caches)
+    outcome = KernelRun(protocol, speeds).run(kernels, keeps_caches=keeps_caches)
     if isinstance(protocol, Rdma | Hmg):
         protocol.flush()
         outcome.statistics = protocol.statistics()
@@ -119,7 +119,7 @@ def simulate_tracker(*, holds_slots_to_the_end: bool) -> float:
     protocol = Uncoherent(shape, writes_back=True, holds_slots_to_the_end=holds_slots_to_the_end)
     speeds = Speeds(parts=parts(8 * GBYTES_PER_S), resident=1, lines_in_flight=64)
     kernel = [[Instruction((line,)) for line in range(first, first + 128)] for first in range(0, 2048, 128)]
-    outcome = Machine(protocol, speeds).run([kernel])
+    outcome = KernelRun(protocol, speeds).run([kernel])
     return 2048 * Kind.SERVICE.nbytes / outcome.ns
 
 
@@ -127,7 +127,7 @@ def simulate_gtsc(make: Callable[[Shape], CoherenceProtocol]) -> Outcome:
     """Private rewrites on one GPU's 4 CUs, under a protocol for one GPU: 8 lines of each vector for a CU."""
     speeds = Speeds(parts=parts(), resident=1, lines_in_flight=LINES_IN_FLIGHT)
     kernels = [[private_rewrites(8 * 3 * cu, 8) for cu in range(SHAPE.cus_per_gpu)]]
-    return Machine(make(replace(SHAPE, num_gpus=1)), speeds).run(kernels)
+    return KernelRun(make(replace(SHAPE, num_gpus=1)), speeds).run(kernels)
 
 
 def private_rewrites(first: int, lines: int, times: int = 11) -> list[Instruction]:

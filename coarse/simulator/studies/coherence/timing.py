@@ -83,7 +83,7 @@ class _Running:
         self.is_waiting = False
 
 
-class Machine:
+class KernelRun:
     """One run.
 
     Args:

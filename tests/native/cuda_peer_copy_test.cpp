@@ -9,7 +9,7 @@
 
 extern "C" std::size_t standInPooledBytes();
 
-namespace coarse::test::cuda_distant_memory_test {
+namespace coarse::test::cuda_peer_copy_test {
 namespace {
 
 class Distance : public testing::Test {
@@ -74,4 +74,4 @@ TEST_F(Distance, IsNoneWithinReach) {
 }
 
 }  // namespace
-}  // namespace coarse::test::cuda_distant_memory_test
+}  // namespace coarse::test::cuda_peer_copy_test
