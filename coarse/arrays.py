@@ -148,7 +148,7 @@ class _GpuArray:
     """An array in the memory of a GPU, which the host reads and writes by copies.
 
     Args:
-        array: What has the CUDA array interface.
+        array: An array with the CUDA array interface.
         user: As for HostValues.
     """
 

@@ -16,7 +16,7 @@ from coarse.security.job_secret import JobSecret
 _LEAST_SECRET_BYTES = 16
 
 MOST_WORKERS_OF_A_NODE = 256
-"""As many as a memory device serves."""
+"""The most workers that a memory device serves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

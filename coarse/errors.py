@@ -13,7 +13,7 @@ def follow_up(text: object, culprit: str) -> str:
     """The message of an error that another worker's has brought about.
 
     Args:
-        text: What it means here.
+        text: Its meaning here.
         culprit: Whose error it was, such as "worker 0".
     """
     return f"{str(text).rstrip('.')}. {FOLLOW_UP}{culprit}; see that error."
@@ -61,7 +61,7 @@ class SyncTimeoutError(CoarseError, TimeoutError):
 
 
 class OutOfDeviceMemoryError(CoarseError, MemoryError):
-    """A memory device cannot hold what is asked of it; nothing was allocated."""
+    """A memory device lacks the requested memory; nothing was allocated."""
 
 
 class DeviceMemoryBusyError(CoarseError):
@@ -89,7 +89,7 @@ class NonFiniteGradientError(CoarseError, ArithmeticError):
 
 
 class CheckpointError(CoarseError):
-    """A checkpoint could not be written, is torn or damaged, or does not fit what it is loaded into."""
+    """A checkpoint could not be written, is torn or damaged, or does not fit the objects that load it."""
 
 
 class FolderClaimedError(CheckpointError):
@@ -101,7 +101,7 @@ class SnapshotLostError(CoarseError):
 
 
 class SnapshotsBusyError(CoarseError):
-    """As many snapshots as there can be are held."""
+    """All places for snapshots are taken."""
 
 
 class TimelineError(CoarseError):

@@ -1,4 +1,4 @@
-"""What a tensor group is made of: names, lengths, dtypes and reductions, the same on every worker."""
+"""The tensors of a group: names, lengths, dtypes and reductions, the same on every worker."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class TensorSpec:
 
     @property
     def slot_bytes(self) -> int:
-        """What the tensor takes of a slot: a table has none."""
+        """Bytes of the tensor's slot; 0 for a table, which has none."""
         return 0 if self.row_elements else self.nbytes
 
     @property

@@ -128,7 +128,7 @@ class Session:
 
         Args:
             identity: Rank of the lost worker.
-            invitation: What the session's first worker has told its launcher.
+            invitation: The one that the session's first worker has given to its launcher.
             settings, attempt: As for join().
 
         Raises:
@@ -489,7 +489,7 @@ class Session:
 
         Raises:
             TypeError: If an object in `state` has no state_dict() or load_state_dict().
-            CoarseError: If the job ends before, or this worker has not built what the others have.
+            CoarseError: If the job ends first, or this worker has not built the same models and optimizers.
         """
         return self._membership.join_training(state)
 

@@ -1,4 +1,4 @@
-"""Settings of a session: each declared once, as a field with its default, what it may be, and a line for users.
+"""Settings of a session: each declared once, as a field with its default, its valid values and a line for users.
 
 Explicit arguments beat the environment, the environment beats the defaults. Nothing is read at import.
 """
@@ -60,7 +60,7 @@ def parse_bytes(text: str, *, what: str = "size") -> int:
     return int(match.group(1)) * _SIZE_UNITS[unit]
 
 
-# ---- what a setting may be ----
+# ---- valid values ----
 
 _Read: TypeAlias = Callable[[str, str], object]
 """Makes a value of the text of a variable, whose name comes first."""
@@ -181,8 +181,8 @@ class Declaration:
     """A setting as the command line and the documentation present it.
 
     Args:
-        name: Of its field.
-        default: Of its field.
+        name: Name of its field.
+        default: Default of its field.
         summary: Its purpose in one line.
         read: Parses the text of its variable.
         check: Raises ValueError if a value is out of range.
@@ -248,8 +248,8 @@ class Settings:
         timeout_s: Seconds after which a wait fails.
         warn_after_s: Seconds after which a wait logs the workers it waits for, and again each time its duration
             doubles; 0 disables.
-        node_timeout_s: Seconds for which another node may answer nothing, or its connection be broken, before it is
-            lost; until then the job stands still. 0 takes `timeout_s`.
+        node_timeout_s: Seconds without an answer or a connection after which another node counts as lost; until then
+            the job waits. 0 takes `timeout_s`.
         heartbeat_s: Seconds without progress before a running memory device counts as lost; 0 disables.
         snapshot_pool_bytes: Memory limit for old versions that snapshots refer to, for each model whose optimizer
             runs in the memory devices. 0 allows one whole snapshot, and at most half of the available memory.
@@ -398,7 +398,7 @@ class Settings:
     )
     node_timeout_s: float = _setting(
         0.0,
-        "seconds for which another node may answer nothing before it is lost; 0 takes --timeout",
+        "seconds without an answer after which another node counts as lost; 0 takes --timeout",
         read=_read_float,
         check=_is_between(1, 10**6, or_zero=True),
     )
@@ -468,7 +468,7 @@ class Settings:
     )
     on_loss: str = _choice(
         "auto",
-        "what follows the loss of a worker; auto continues if --min-workers is given, replace also starts another "
+        "reaction to the loss of a worker; auto continues if --min-workers is given, replace also starts another "
         "worker in its place, restart ends the attempt",
         "auto",
         "continue",
@@ -477,7 +477,7 @@ class Settings:
     )
     max_workers: int = _setting(
         0,
-        "places for workers, of which further ones take the vacant ones by --join; 0 for as many as start",
+        "places for workers; further ones join by --join; 0 for as many as start",
         read=_read_int,
         check=_is_between(0, MOST_WORKERS_OF_A_NODE),
     )
@@ -614,7 +614,7 @@ class Settings:
 
     @property
     def node_patience_ms(self) -> int:
-        """Milliseconds for which another node may answer nothing before it is lost."""
+        """Milliseconds without an answer after which another node counts as lost."""
         return round(1000 * (self.node_timeout_s or self.timeout_s))
 
     @property

@@ -19,10 +19,10 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9_-]")
 
 
 class Store(Protocol):
-    """What COARSE needs of a rendezvous store. Safe to use from several processes at once."""
+    """The rendezvous store's operations for COARSE. Safe to use from several processes at once."""
 
     def set(self, key: str, value: bytes) -> None:
-        """Publishes `value` under `key`, replacing what was there."""
+        """Publishes `value` under `key`, replacing any earlier value."""
 
     def get(self, key: str, timeout_s: float) -> bytes:
         """Returns the value of `key`, waiting until somebody sets it.

@@ -1,4 +1,4 @@
-"""What `import torch` calls where COARSE is installed: torch.distributed gets to know the backend "coarse"."""
+"""Entry point of `import torch` where COARSE is installed: registers the backend "coarse" with torch.distributed."""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ if TYPE_CHECKING:  # of an extra
 logger = logging.getLogger(__name__)
 
 _DESCRIPTION = """\
-Shows a running job of this node in your browser: workers, memory devices and the links between them with what they
-carry, the parts of a step, who is slow, memory, checkpoints, events, routes and their reasons. The page is served on
+Shows a running job of this node in your browser: workers, memory devices and the links between them with their
+traffic, the parts of a step, slow workers, memory, checkpoints, events, routes and their reasons. The page is served on
 loopback, to those who know its URL, until Ctrl-C. `coarse run --dashboard` starts it with the job."""
 
 _LAST_SAMPLE_S = 2.0
@@ -46,7 +46,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add_nodes(parser)
     parser.add_argument("--port", type=port_number, default=0, help="port on loopback (default: a free one)")
     parser.add_argument(
-        "--record", type=file_to_write, metavar="FILE", help="also write what the page shows to FILE"
+        "--record", type=file_to_write, metavar="FILE", help="also write the page's samples to FILE"
     )
     parser.add_argument("--open", type=Path, metavar="FILE", help="show a job that was recorded to FILE")
     parser.add_argument("--launched", action="store_true", help=argparse.SUPPRESS)  # by coarse run

@@ -144,7 +144,7 @@ def _add_output_options(parser: argparse.ArgumentParser) -> None:
         "-q",
         "--quiet",
         action="store_true",
-        help="say nothing about what was decided at the start, nor a summary at the end; errors are shown",
+        help="print neither the decisions at the start nor a summary at the end; errors are shown",
     )
     group.add_argument(
         "--no-prefix", action="store_true", help="let worker 0 write directly to the terminal, without marks"
@@ -176,7 +176,7 @@ def _add_dashboard_options(parser: argparse.ArgumentParser) -> None:
         "--dashboard-record",
         type=file_to_write,
         metavar="FILE",
-        help="the same, and write what it shows to FILE, for `coarse dashboard --open FILE`",
+        help="the same, and write its samples to FILE, for `coarse dashboard --open FILE`",
     )
 
 
@@ -282,7 +282,7 @@ def _join(arguments: argparse.Namespace) -> int:
 
 
 def _dashboard_options(arguments: argparse.Namespace) -> DashboardOptions | None:
-    """What the command line says about the dashboard; None without one.
+    """The dashboard's options on the command line; None without a dashboard.
 
     Raises:
         UsageError: If a package is missing.
@@ -484,7 +484,7 @@ def _prepare_timeline(timeline: str, num_nodes: int) -> None:
 
 
 def _finish_timeline(timeline: str, num_nodes: int) -> None:
-    """Merges what the processes have recorded, however they ended, and says where it is."""
+    """Merges the processes' records, however they ended, and prints the file's name."""
     if not timeline:
         return
     if num_nodes > 1:

@@ -144,7 +144,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _fault(arguments: argparse.Namespace) -> str:
-    """What is wrong with the question; "" if nothing is."""
+    """Why the question has no answer; "" if it has one."""
     asked = {
         "NAME": arguments.study is not None,
         "--machine": arguments.machine is not None,

@@ -14,18 +14,18 @@ from coarse.status.requests import Answer, ask
 from coarse.status.stacks import Stack
 
 _DESCRIPTION = """\
-Shows for each worker and memory device of a job on this node its step, what it
-waits for and since when, and where its Python code is. It answers for your own
-jobs, also while they stand still. A process that is stopped, or whose native
-code holds Python's GIL, cannot answer; then the line says what the kernel says
-about it."""
+Shows for each worker and memory device of a job on this node its step, why it
+waits and since when, and where its Python code is. It answers for your own
+jobs, even while they hang. A process that is stopped, or whose native
+code holds Python's GIL, cannot answer; then the line has the kernel's view
+of it."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds `status` to the `coarse` command."""
     parser = subparsers.add_parser(
         "status",
-        help="show what each process of a running job does and waits for",
+        help="show the activity of each process of a running job, and why it waits",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -23,9 +23,9 @@ if TYPE_CHECKING:  # slow to import
     from rich.console import Console
 
 _DESCRIPTION = """\
-Shows what limits a running job of this node, and renews it every second:
-workers with their step times and who is slow, memory devices, links with what
-they carry and can carry, and events. `q` or Ctrl-C ends it; it also ends with
+Shows the bottlenecks of a running job of this node, renewed every second:
+workers with their step times, slow ones marked, memory devices, links with
+their traffic and capacity, and events. `q` or Ctrl-C ends it; it also ends with
 the job. Without a terminal it prints once."""
 
 _EPILOG = """\

@@ -74,7 +74,7 @@ class Client:
 
     Args:
         ranks: The workers of this node, by client number.
-        vacant: Those of the ranks whose workers may join later.
+        vacant: The ranks whose workers may join later.
         number: This worker's client number.
         table: The clients that each memory device of this node serves. This worker's own device takes its
             contributions until adopt_routing() is called.
@@ -163,7 +163,7 @@ class Client:
         """This worker's metrics."""
         self._num_waits = 0
         self.explain_worker: Callable[[str], str] = lambda name: ""
-        """What a worker of this node, given by its name, does now, in words; "" if unknown."""
+        """Describes the current activity of a worker of this node, given by its name; "" if unknown."""
         self._native = self._open_native(segment_fd, doorbells_fd, epochs_fd, pace)
         self._failure_detector = self._open_failure_detector(doorbells_fd, fate_of_device, kill_silent)
         self._requests = Requests(self.rank, settings.timeout_s, self._failure_detector, self.metrics)
@@ -588,7 +588,7 @@ class Client:
         """Sends a message to the home device and waits for its answer.
 
         Args:
-            message: What to send.
+            message: The message.
             kind: Type of the answer.
             about: Subject of the request, for error messages.
         """

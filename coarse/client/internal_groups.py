@@ -50,7 +50,7 @@ def node_barrier_schema(name: str, most_numbers: int, *, is_emulated: bool) -> G
 
 
 def boundary_schema() -> GroupSchema:
-    """The byte that every worker pushes at each boundary between two steps (coarse.client.membership.step_boundary)."""
+    """The byte that every worker pushes at each boundary between two steps (coarse.client.membership)."""
     byte = TensorSpec(name="byte", dtype="uint8", num_elements=1, op="max")
     return GroupSchema(
         name="boundary of steps",

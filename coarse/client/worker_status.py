@@ -1,4 +1,4 @@
-"""What a worker says about itself to `coarse status`, and the notice of a wait that is long for its steps.
+"""A worker's answers to `coarse status`, and its notice of a wait that is long compared with its steps.
 
 All of it runs in the responder's thread, once a second or when somebody asks: it costs no time per step.
 """
@@ -34,7 +34,7 @@ class WorkerStatus:
     """The status of one worker.
 
     Args:
-        address: Of this worker.
+        address: Address of this worker.
     """
 
     def __init__(self, address: Address) -> None:
@@ -52,8 +52,8 @@ class WorkerStatus:
         """Reports about a client from now on, whose notices also say what late workers do.
 
         Args:
-            client: Of this worker; not kept alive.
-            describe_plan: What the session has decided; a weakref.WeakMethod.
+            client: The worker's client; not kept alive.
+            describe_plan: Describes the session's decisions; a weakref.WeakMethod.
         """
         self._began_s = time.monotonic()
         self._client = weakref.ref(client)
@@ -61,7 +61,7 @@ class WorkerStatus:
         client.explain_worker = self.explain_worker
 
     def explain_worker(self, name: str) -> str:
-        """What another worker of this node does, asked of it; "" if nobody of this name answers here.
+        """The activity of another worker of this node, as it answers; "" if no worker of this name answers here.
 
         Args:
             name: As in Client.names.
@@ -139,7 +139,7 @@ class WorkerStatus:
         return {} if client is None else {METRICS: dict(client.read_metrics())}
 
     def plan(self) -> Report:
-        """What the session has decided; {} without a session."""
+        """The session's decisions; {} without a session."""
         describe = self._describe_plan()
         return {} if describe is None or self._open_client() is None else describe()
 
@@ -167,7 +167,7 @@ class AnsweringWorker:
     """A worker's status with the responder that tells it; without one if the system allows no socket.
 
     Args:
-        status: Of the worker.
+        status: Status of the worker.
         responder: Tells it to other processes; None if it cannot.
     """
 
@@ -197,7 +197,7 @@ def answer_as_worker(job: str, rank: int) -> AnsweringWorker:
 
     Args:
         job: Name of the job, as in Attempt.
-        rank: Of this worker.
+        rank: Rank of this worker.
     """
     address = Address.of_this_process(job_id(job), WORKER, rank)
     status = WorkerStatus(address)

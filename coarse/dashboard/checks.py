@@ -38,7 +38,7 @@ class SampleError(ValueError):
     """Values are no sample.
 
     Args:
-        problem: What is wrong with one of them, in words.
+        problem: The fault of one of them, in words.
     """
 
     def __init__(self, problem: str) -> None:

@@ -19,7 +19,7 @@ class Follower:
     """Samples a job once a second until close().
 
     Args:
-        take_sample: Says what the job does now.
+        take_sample: Returns the job's state now.
         history: Where samples go.
         recorder: Where they go too; None for no recording. A disk that is full ends the recording alone.
     """

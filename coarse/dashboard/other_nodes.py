@@ -1,4 +1,4 @@
-"""Other nodes of a job, by the metrics that they serve: shown beside the node of the command."""
+"""Other nodes of a job, by the metrics that they serve: shown with the node of the command."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _AT_ONCE = 32
 
 
 class OtherNode:
-    """What one node serves. Call read() about once a second, from one thread at a time.
+    """The metrics that one node serves. Call read() about once a second, from one thread at a time.
 
     Args:
         address: HOST:PORT of its metrics.
@@ -83,7 +83,7 @@ class WholeJob:
     """Samples a job on this node and on others. Call sample() about once a second, from one thread.
 
     Args:
-        sampler: Of the job on this node.
+        sampler: Takes samples of the job on this node.
         addresses: HOST:PORT of the other nodes' metrics.
     """
 
@@ -92,7 +92,7 @@ class WholeJob:
         self._nodes = [OtherNode(each) for each in dict.fromkeys(addresses)]
 
     def sample(self) -> Sample:
-        """What the job does now; a node that cannot be shown any more is an event.
+        """The job's state now; a node that can no longer be shown is an event.
 
         Raises:
             OSError: If the system does not list its sockets.
@@ -155,7 +155,7 @@ def _fetch(address: str) -> str:
 
 @contextmanager
 def _at_most(seconds: float, connected: socket.socket) -> Iterator[None]:
-    """Ends what the context reads from a socket when its time is over.
+    """Ends the context's reading from a socket at its deadline.
 
     Raises:
         TimeoutError: At the end, if it was.

@@ -1,4 +1,4 @@
-"""Reads what the processes of a job say and count at one moment."""
+"""Reads the answers and counters of a job's processes at one moment."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ class Counters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """What the processes of a job say at one moment.
+    """The answers of a job's processes at one moment.
 
     Args:
         taken_s: By time.monotonic().
         time_s: Seconds since the epoch.
-        answers: Of all processes.
+        answers: Answers of all processes.
         counters: The metrics of the node; empty if no process has answered.
-        plan: What the session has decided: lines, links and memories; empty if no worker has answered.
+        plan: The session's decisions: lines, links and memories; empty if no worker has answered.
     """
 
     taken_s: float
@@ -102,7 +102,7 @@ def read_counters(answers: Iterable[Answer]) -> Counters:
     Memory devices are asked first, because their answers cost training processes no time.
 
     Args:
-        answers: Of a job's processes.
+        answers: Answers of a job's processes.
     """
     asked = [*_alive(answers, MEMORY_DEVICE)[:1], *_alive(answers, WORKER)]
     return Counters(_first_answer(asked, METRICS).get("metrics", {}))
@@ -113,5 +113,5 @@ def _alive(answers: Iterable[Answer], role: str) -> list[Answer]:
 
 
 def _first_answer(answers: Iterable[Answer], question: str) -> Report:
-    """What the first process knows that knows something; {} if none does."""
+    """The answer of the first process that has one; {} if none has."""
     return next((found for each in answers if (found := ask_for(each.address, question))), {})

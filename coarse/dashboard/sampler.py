@@ -64,7 +64,7 @@ class Sampler:
         self._told.put(Event(time_s=time.time(), kind=kind, text=text))
 
     def sample(self) -> Sample:
-        """What the job does now.
+        """The job's state now.
 
         Raises:
             OSError: If the system does not list its sockets.
@@ -162,13 +162,13 @@ class Sampler:
 
 
 def figures_of_worker(pace: Pace, rank: int) -> dict[str, Any]:
-    """What counters say of a worker: the fields of Worker that are times of a step or rates."""
+    """The fields of Worker that follow from counters: times of a step and rates."""
     samples_per_s = pace.rates("coarse_samples_total", "worker").get((str(rank),), 0.0)
     return {**asdict(pace.step_times(rank)), "samples_per_s": samples_per_s}
 
 
 def figures_of_device(pace: Pace, number: int) -> dict[str, Any]:
-    """What counters say of a memory device: the fields of Device that are rates, shares, numbers or bytes."""
+    """The fields of Device that follow from counters: rates, shares, numbers and bytes."""
     name = f"md{number}"
 
     def total(metric: str) -> int:
@@ -191,7 +191,7 @@ def figures_of_device(pace: Pace, number: int) -> dict[str, Any]:
 
 
 def links_of(pace: Pace, plan: Report) -> Iterator[Link]:
-    """The links that counters know, with what the plan says that they carry at most."""
+    """The links in the counters, with their capacity by the plan."""
     limits = {(each["worker"], each["device"]): each for each in plan.get("links", ())}
     rates: dict[tuple[str, str], dict[str, float]] = {}
     pushed = pace.rates("coarse_pushed_bytes_total", "worker", "device", "algorithm")
@@ -232,7 +232,7 @@ def _program(answers: Sequence[Answer]) -> str:
 
 
 def slowest_of(workers: Sequence[Worker]) -> tuple[int, str]:
-    """The worker that waits for nobody while the others wait for it: its own part of a step is the longest."""
+    """The worker for which the others wait: its own part of a step is the longest."""
     trained = [each for each in workers if each.step_s]
     if len(trained) < 2:
         return -1, ""

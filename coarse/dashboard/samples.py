@@ -1,4 +1,4 @@
-"""What a job does at one moment, as plain values: `coarse dashboard` draws them, `coarse top` prints them."""
+"""The state of a job at one moment, as plain values: `coarse dashboard` draws them, `coarse top` prints them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Worker:
         rank: Its rank.
         pid: Its process; 0 on another node.
         state: STARTS, TRAINS, WAITS or SILENT.
-        doing: The state in words: what it waits for, or where its Python code is.
+        doing: Its activity, in words: the cause of its wait, or the place in its Python code.
         step: Finished steps.
         waits_s: Seconds for which it has been waiting; 0.0 if it does not.
         step_s: Time of a step: the sum of the following three.
@@ -50,7 +50,7 @@ class Worker:
 
     @property
     def own_s(self) -> float:
-        """The part of a step in which it waits for nobody."""
+        """The part of a step in which it does not wait."""
         return self.compute_s + self.optimizer_s
 
 
@@ -61,7 +61,7 @@ class Device:
     Args:
         number: 1 for md1.
         pid: Its process; 0 on another node.
-        doing: What it does, in words.
+        doing: Its activity, in words.
         is_silent: Whether it does not answer.
         memory: Kind and place of its memory; "" if unknown.
         serves: Ranks of the workers that it serves.
@@ -97,10 +97,10 @@ class Link:
     Args:
         source: "worker 0", or "md0" for a link to other nodes.
         target: "md1", or "other nodes".
-        bytes_per_s: What it carries now: pushed gradients, or bytes sent to other nodes.
-        limit_bytes_per_s: What it can carry; 0.0 if nobody has measured it.
+        bytes_per_s: Its traffic now: pushed gradients, or bytes sent to other nodes.
+        limit_bytes_per_s: Its capacity; 0.0 if it was not measured.
         limit_kind: "measured", "emulated" or "simulated"; "" without a limit.
-        algorithms: The algorithms that reduce what it carries.
+        algorithms: The algorithms that reduce its traffic.
     """
 
     source: str
@@ -117,7 +117,7 @@ class MemoryUse:
 
     Args:
         owner: "worker 0" or "md0".
-        what: "private", or what a memory device has reserved it for: "gradients", "parameters", "states", "copies"
+        what: "private", or a memory device's use of it: "gradients", "parameters", "states", "copies"
             for recovery, "snapshots" (old versions only), "other".
         num_bytes: Resident bytes of a worker; reserved bytes of a memory device.
     """
@@ -161,7 +161,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """What the processes of a job on this node do.
+    """The state of a job's processes on this node.
 
     Args:
         number: Grows by 1 with each sample.
@@ -173,14 +173,14 @@ class Sample:
         world_size: Workers of the job on all nodes; 0 if unknown.
         restarts: Restarts of the workers before this attempt.
         step: Finished steps of the worker that has the fewest.
-        steps_per_s: Of the job.
-        samples_per_s: Of this node's workers together.
+        steps_per_s: Steps of the job per second.
+        samples_per_s: Samples per second of this node's workers together.
         slowest: Rank of the worker for which the others wait; -1 if none stands out.
-        why_slow: That in words; "" if none stands out.
+        why_slow: The reason, in words; "" if none stands out.
         workers, devices, links, memory, checkpoints: See there.
         nodes: Ranks of the workers of each node of the job; empty if unknown.
-        decisions: What the session has decided about links, routes and algorithms, with reasons, one line each.
-        events: What happened since the sample before.
+        decisions: The session's decisions about links, routes and algorithms, with reasons, one line each.
+        events: Events since the previous sample.
     """
 
     number: int

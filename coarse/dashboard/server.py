@@ -47,7 +47,7 @@ HEADERS: Final[Mapping[str, str]] = MappingProxyType(
         "X-Content-Type-Options": "nosniff",
     }
 )
-"""Of each answer: the page loads nothing from elsewhere, and no other page loads or frames anything of it."""
+"""Headers of each answer: the page loads nothing from elsewhere, and no other page loads or frames it."""
 
 
 class Pages:
@@ -55,7 +55,7 @@ class Pages:
 
     Args:
         history: The samples.
-        token: What the path of each request must begin with.
+        token: The beginning of each valid path.
         is_live: Whether samples are still being added.
     """
 

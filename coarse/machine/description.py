@@ -176,7 +176,7 @@ class Network:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Power:
-    """What devices draw during a step.
+    """Power of devices during a step.
 
     Args:
         worker_watt: Power of a worker.
@@ -255,7 +255,7 @@ class Machine:
         paths: Paths by name, from PATHS.
         direct_links: Links between pairs of GPUs.
         network: The network between several of it; None if it is unknown.
-        power: What its devices draw; None if it is unknown.
+        power: Power of its devices; None if it is unknown.
 
     Raises:
         FieldError: If a path is missing or unknown, a path or the network leads over an unknown link, the network

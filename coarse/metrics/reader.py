@@ -15,8 +15,8 @@ class MetricsReader:
     """Reads the metrics of a node's processes. Safe from any thread, and while processes write or end.
 
     Args:
-        workers: Those of each worker, by rank.
-        devices: Those of each memory device.
+        workers: The metrics of each worker, by rank.
+        devices: The metrics of each memory device.
     """
 
     def __init__(

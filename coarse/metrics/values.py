@@ -54,7 +54,7 @@ class Family:
 
 
 class Metrics(Mapping[str, float]):
-    """What the endpoint serves, as a mapping from each sample, in Prometheus's notation, to its value.
+    """The samples of the endpoint: a mapping from each sample, in Prometheus's notation, to its value.
 
     A histogram has the samples `_count` and `_sum`; its buckets are in families().
 

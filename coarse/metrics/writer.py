@@ -11,7 +11,7 @@ from coarse.metrics.declarations import DECLARATIONS, label_values
 
 
 class MetricsWriter:
-    """Writes metrics by name. Cheap, from any thread; not for what happens once per shard, which native code counts.
+    """Writes metrics by name. Cheap, from any thread. Native code counts the events of each shard.
 
     Args:
         native: The metrics of this process; the default counts nothing.
@@ -27,7 +27,7 @@ class MetricsWriter:
 
         Args:
             name: Name of the metric.
-            amount: What to add; nanoseconds if it counts seconds.
+            amount: The increment; nanoseconds if the metric counts seconds.
             label: The value of its label, if it has one besides `device`.
             device: The number of the memory device, if it has that label.
         """

@@ -1,1 +1,1 @@
-"""What any process needs: scratch folders, priorities, notices of late or lost peers, failpoints for tests."""
+"""Tools of any process: scratch folders, priorities, notices of late or lost peers, failpoints for tests."""

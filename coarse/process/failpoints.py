@@ -100,7 +100,7 @@ class Failpoints:
         self._always = {"rank": rank, "attempt": attempt}
 
     def __bool__(self) -> bool:
-        """Whether there are any: what is run often asks before it calls reach()."""
+        """Whether there are any; frequent code asks before it calls reach()."""
         return bool(self._failpoints)
 
     def reach(self, place: str, **numbers: int) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import socket
 
 PRESENCE_BACKLOG = 1024
-"""Of a Presence's listener: one connection for each other node."""
+"""Backlog of a Presence's listener: one connection for each other node."""
 
 
 class Presence:

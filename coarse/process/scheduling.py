@@ -10,6 +10,6 @@ _NICENESS = 19
 
 
 def lower_priority() -> None:
-    """Has training go first: this thread mostly runs while a processor would be idle."""
+    """Lowers this thread's priority: it mostly runs while a processor would be idle."""
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

@@ -53,7 +53,7 @@ class Scratch:
 
 
 def hold(directory: Path) -> int:
-    """Has nobody take a directory for abandoned, until the descriptor that is returned is closed.
+    """Marks a directory as used, until the returned descriptor is closed.
 
     Where a file system has no locks, nothing is taken for abandoned.
 

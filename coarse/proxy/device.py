@@ -644,7 +644,7 @@ class MemoryDevice:
         worker.close()
 
     def _turn_newcomers_away(self) -> None:
-        """Informs newcomers that nobody will take another step with them, if the members have finished."""
+        """Informs newcomers that no step follows, if the members have finished."""
         entering = self._membership.entering
         if entering and not self._workers.present(sorted({*range(self._job.num_clients)} - entering)):
             for worker in self._workers.present(sorted(entering)):

@@ -1,4 +1,4 @@
-"""What a memory device says about itself to `coarse status` and to the dashboard, from the responder's thread."""
+"""A memory device's answers to `coarse status` and to the dashboard, from the responder's thread."""
 
 from __future__ import annotations
 

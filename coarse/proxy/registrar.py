@@ -159,7 +159,7 @@ class Registrar:
             self._release(registration, client, proxy)
 
     def lose(self, client: int, proxy: _native.Proxy) -> None:
-        """Releases all groups of a lost worker, which from now on registers what the others register."""
+        """Releases all groups of a lost worker, which from now on follows the others' registrations."""
         self._lost.add(client)
         for registration in self._registrations.values():
             registration.joined.discard(client)

@@ -48,7 +48,7 @@ class TcpAddress:
     """Where a store is served for workers of several nodes.
 
     Args:
-        host: Of the process that serves it.
+        host: Host of the process that serves it.
         port: There.
     """
 
@@ -64,7 +64,7 @@ class LocalAddress:
     """Where a store is served for workers of one node and one user: a Unix socket in a private directory.
 
     Args:
-        name: Of the job.
+        name: Name of the job.
     """
 
     name: str
@@ -81,7 +81,7 @@ def serve(address: Address, *, secret: JobSecret | None = None, timeout_s: float
 
     Args:
         address: Where.
-        secret: Of the job; without one everybody who reaches the address may read and write.
+        secret: The job's; without one everybody who reaches the address may read and write.
         timeout_s: How long a peer may take to send a request, or to take an answer.
 
     Raises:
@@ -156,9 +156,9 @@ class SocketStore:
     """A coarse.store.Store that serve() serves. Threads take turns.
 
     Args:
-        address: Of the server.
+        address: Address of the server.
         timeout_s: How long to wait until it is there, and for each of its answers.
-        secret: Of the job, which the server has to know.
+        secret: The job's, which the server must know.
 
     Raises:
         RendezvousError: If it does not come, or is a stranger.

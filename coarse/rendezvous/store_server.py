@@ -56,7 +56,7 @@ class StoreError(Exception):
 
 
 class ProtocolError(Exception):
-    """What a peer sends is no request; it is dropped."""
+    """A peer sent something other than a request; it is dropped."""
 
 
 class Door(Protocol):
@@ -66,11 +66,11 @@ class Door(Protocol):
     """Which becomes the server's."""
 
     def close(self) -> None:
-        """Removes what others find it by. Idempotent."""
+        """Removes the entry by which others find it. Idempotent."""
 
 
 class Values:
-    """What a store keeps."""
+    """The entries of a store."""
 
     def __init__(self) -> None:
         self._values: dict[bytes, bytes] = {}
@@ -78,7 +78,7 @@ class Values:
         self._num_bytes = 0
 
     def answer(self, operation: bytes, key: bytes, value: bytes) -> bytes | None:
-        """Does what a request asks for; returns the value of its answer, None if there is none.
+        """Executes a request; returns the value of its answer, None if there is none.
 
         Raises:
             StoreError: If that cannot be.
@@ -110,8 +110,8 @@ class _Peer:
 
     Args:
         connection: Which now belongs to this object.
-        secret: Of the job.
-        values: Of the store.
+        secret: The job's.
+        values: The store's entries.
     """
 
     def __init__(self, connection: socket.socket, secret: JobSecret, values: Values) -> None:
@@ -124,7 +124,7 @@ class _Peer:
         self._unsent: deque[memoryview] = deque()
         self.is_proved = False
         self.waits_since_s = time.monotonic()
-        """When what the peer has begun was begun: its handshake, a request, taking an answer."""
+        """When the peer's current action began: its handshake, a request, taking an answer."""
 
     @property
     def num_bytes(self) -> int:
@@ -148,7 +148,7 @@ class _Peer:
         self._socket.close()
 
     def proceed(self) -> None:
-        """Takes what has come, and sends what can be sent.
+        """Takes received data, and sends as much as the peer takes.
 
         Raises:
             ProtocolError: If it is no peer of this store.
@@ -239,7 +239,7 @@ class StoreServer:
 
     Args:
         door: Where.
-        secret: Of the job; without one everybody who reaches the door may read and write.
+        secret: The job's; without one everybody who reaches the door may read and write.
         timeout_s: How long a peer may take to send a request, or to take an answer.
         user: Whose processes alone are let in; None for a door of TCP.
     """
@@ -266,7 +266,7 @@ class StoreServer:
         self._thread.start()
 
     def shut_door(self) -> None:
-        """Lets nobody in any more; those who are in stay. Idempotent."""
+        """Accepts no more connections; existing ones stay. Idempotent."""
         self._is_shutting = True
         self._call()
         self._door.close()
@@ -350,7 +350,7 @@ class StoreServer:
             self._drop(peer, f"incomplete requests take more than {MOST_BYTES} bytes")
 
     def _sweep(self) -> None:
-        """Drops peers that do not finish what they have begun."""
+        """Drops peers that do not finish a request or an answer in time."""
         now_s = time.monotonic()
         for peer in [peer for peer in self._peers if peer.is_busy]:
             limit_s = self._timeout_s if peer.is_proved else _HANDSHAKE_TIMEOUT_S

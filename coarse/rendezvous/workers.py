@@ -107,7 +107,7 @@ class NodeMap:
     Args:
         ranks: The workers of each node, ascending. The first leads its node: it starts the memory devices.
         boots: The running system of each node.
-        vacant: Those of the ranks whose workers may join later.
+        vacant: The ranks whose workers may join later.
     """
 
     ranks: tuple[tuple[int, ...], ...]
@@ -285,7 +285,7 @@ class PeerWatch:
             store.set(f"{_HEARD}/{self._identity.rank}", b"")
 
     def _look_for_failure(self, store: Store, timeout_s: float) -> dict[str, Any] | None:
-        """What the first worker that failed has told, if one has."""
+        """The report of the first worker that failed, if one has."""
         told = _look(store, _FAILED, timeout_s)
         if told is None:
             return None

@@ -1,4 +1,4 @@
-"""The secret of a job: with it a worker tells what other workers of the job say from what a stranger does.
+"""The secret of a job, by which a worker tells messages of its job from a stranger's.
 
 `coarse run` draws one for each job of one node and hands it down in the environment; for several nodes the user
 chooses one (docs/design/security.md). Without a secret proofs prove nothing: everybody can make them.
@@ -19,7 +19,7 @@ _LENGTH = struct.Struct("!I")
 
 @dataclass(frozen=True, slots=True)
 class JobSecret:
-    """What the processes of one job know, and nobody else.
+    """A secret that only the processes of one job know.
 
     Args:
         value: The secret; b"" if the job has none.

@@ -42,7 +42,7 @@ class Acceptor:
 
     Args:
         listener: A listening socket, which now belongs to this object; it stops blocking.
-        warnings: Says what was turned away.
+        warnings: Logs what was turned away.
     """
 
     def __init__(self, listener: socket.socket, warnings: RareWarnings) -> None:

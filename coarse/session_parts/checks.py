@@ -1,4 +1,4 @@
-"""What a session refuses before anything is sent."""
+"""Settings and arguments that a session refuses, before it sends anything."""
 
 from __future__ import annotations
 

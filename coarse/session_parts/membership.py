@@ -19,9 +19,9 @@ class Membership:
     """One worker's membership. In a job of one worker nobody else is a member, and none comes or leaves.
 
     Args:
-        rank: Of this worker.
+        rank: Rank of this worker.
         least_workers: Workers without whom the job does not go on; 0 if it needs all of them.
-        client: Of the session.
+        client: The session's client.
     """
 
     def __init__(self, rank: int, least_workers: int, client: SessionClient) -> None:

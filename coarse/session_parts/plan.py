@@ -1,4 +1,4 @@
-"""What a session decides about its links and its algorithm, at its start and during training."""
+"""A session's decisions about its links and its algorithm, at its start and during training."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class SessionPlan:
     """Without decisions until make(), and in a job of one worker.
 
     Args:
-        settings: Of the session.
+        settings: The session's settings.
         client, node: Its client and memory devices.
     """
 
@@ -111,7 +111,7 @@ class SessionPlan:
         tell_launcher(notes_pipe(), {"decisions": lines})
 
     def describe(self) -> Report:
-        """What this session has decided, for the dashboard; called in the responder's thread."""
+        """The decisions, for the dashboard; called in the responder's thread."""
         node = self._node
         return {
             "decisions": self.decisions(),
@@ -122,7 +122,7 @@ class SessionPlan:
         }
 
     def _link_limits(self, node: NodeDevices, profile: Profile) -> list[Report]:
-        """What the links of this node's workers carry at most, by the profile of the session's start."""
+        """Capacity of the links of this node's workers, by the profile of the session's start."""
         from coarse.profiler.profile import PUSH
 
         dilation = self._settings.time_dilation if self._settings.machine else 1.0

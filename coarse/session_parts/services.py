@@ -22,7 +22,7 @@ class WorkerServices:
     """Answers `coarse status` from now on.
 
     Args:
-        identity: Of the worker.
+        identity: Rank and node of the worker.
         attempt: The job's attempt.
     """
 
@@ -36,7 +36,7 @@ class WorkerServices:
         """Reports about a client and its session's plan from now on, but keeps neither alive.
 
         Args:
-            client: Of the session.
+            client: The session's client.
             describe_plan: A bound method.
         """
         self._answering.follow(client, weakref.WeakMethod(describe_plan))
@@ -50,11 +50,11 @@ class WorkerServices:
             self._endpoint = try_endpoint(read, address, port, f"w{self._rank}")
 
     def close_with(self, session: object) -> None:
-        """Stops answering also when a session is gone that nobody has closed."""
+        """Also stops answering when the session is collected without close()."""
         weakref.finalize(session, self._answering.close)
 
     def close(self) -> None:
-        """Answers nobody any more. Idempotent; a fork leaves the metrics to its parent."""
+        """Stops answering. Idempotent; a fork leaves the metrics to its parent."""
         if self._endpoint is not None and os.getpid() == self._pid:
             self._endpoint.close()
         self._answering.close()

@@ -22,8 +22,8 @@ class SessionClient:
     """Refuses to lend its client after close().
 
     Args:
-        rank: Of the worker, for errors.
-        client: Of its session.
+        rank: Rank of the worker, for errors.
+        client: Its session's client.
     """
 
     def __init__(self, rank: int, client: AnyClient) -> None:

@@ -27,7 +27,7 @@ _RETRY_INTERVAL_S = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Invitation:
-    """What a newcomer has to know of a running session; its first worker tells it the launcher.
+    """The data by which a newcomer finds a running session; its first worker gives them to the launcher.
 
     Args:
         directory: Directory of the memory devices' sockets.
@@ -54,7 +54,7 @@ class Invitation:
         )
 
     def to_fields(self) -> dict[str, Any]:
-        """As values for JSON."""
+        """The fields as JSON values."""
         return asdict(self)
 
     @classmethod

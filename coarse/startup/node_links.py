@@ -119,7 +119,7 @@ class NodeLinks:
         Args:
             node: This node.
             secret: The secret of the node links.
-            addresses: Those of the other nodes.
+            addresses: Addresses of the other nodes.
         """
         self._node, self._secret, self._addresses = node, secret, dict(addresses)
 

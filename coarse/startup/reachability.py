@@ -32,8 +32,8 @@ def check_reach(
     """Waits until every node has reached all others; all workers call it.
 
     Args:
-        rank: Of this worker.
-        addresses: Of all workers, by rank.
+        rank: Rank of this worker.
+        addresses: Addresses of all workers, by rank.
         store: The store in which they have met.
         settings: Time-out, address and ports.
         watch: Notices workers that die during the wait.

@@ -36,7 +36,7 @@ class Address:
         role: WORKER, MEMORY_DEVICE or LAUNCHER.
         number: Rank of a worker, or number of a memory device on its node; 0 of a launcher.
         pid: Process id.
-        mark: Makes the name one that nobody has taken in advance.
+        mark: Random part, so that nobody can take the name in advance.
     """
 
     user: int

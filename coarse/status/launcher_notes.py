@@ -1,4 +1,4 @@
-"""Notes of workers to `coarse run`, through a pipe that they inherit: what a session has decided, and how it went.
+"""Notes of workers to `coarse run`, through a pipe that they inherit: a session's decisions, and its summary.
 
 A note is one JSON object on a line of at most 4096 bytes, which the system writes as a whole. The environment names
 the pipe by descriptor and inode, because a program may have closed the descriptor and opened another file.
@@ -51,7 +51,7 @@ def tell_launcher(pipe: str, note: Note) -> None:
 
     Args:
         pipe: COARSE_NOTES_PIPE; "" without a launcher that reads notes.
-        note: What to send; left out if it is too long.
+        note: The note; dropped if it is too long.
     """
     fd, _, inode = pipe.partition(":")
     data = json.dumps(note).encode() + b"\n"

@@ -1,4 +1,4 @@
-"""What the kernel says about other processes."""
+"""The kernel's information about other processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _STOPPED = ("T", "t")
 
 
 def describe_process(pid: int) -> str:
-    """Why a process may not answer, by what the kernel says about it; "" if it has ended."""
+    """Why a process may not answer, as the kernel sees it; "" if it has ended."""
     state = _state_of(pid)
     if state in _ENDED:
         return ""

@@ -25,10 +25,10 @@ class NotAnsweringError(OSError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What one process says about itself.
+    """One process's answer about itself.
 
     Args:
-        address: Of the process.
+        address: Address of the process.
         report: Its answer; None if it has not answered in time.
         state: The kernel's view of a process that has not answered, in words.
     """
@@ -66,7 +66,7 @@ def ask(addresses: Sequence[Address], *, with_stacks: bool = False, timeout_s: f
 
 
 def ask_for(address: Address, question: str, *, timeout_s: float = 1.0) -> Report:
-    """What one process answers to one of the further questions of its responder; {} if it does not.
+    """One process's answer to a further question of its responder; {} without an answer.
 
     Args:
         address: Whom to ask.

@@ -24,13 +24,13 @@ from coarse.status.stacks import read_stacks
 logger = logging.getLogger(__name__)
 
 Report: TypeAlias = dict[str, Any]
-"""What a process says about itself, as JSON values."""
+"""A process's answer about itself, as JSON values."""
 
 STATUS, STACKS = "status", "stacks"
 """Questions that every process answers."""
 
 METRICS, PLAN = "metrics", "plan"
-"""Questions of the dashboard: the metrics of the node; what the session has decided."""
+"""Questions of the dashboard: the metrics of the node; the session's decisions."""
 
 MoreAnswers: TypeAlias = Mapping[str, Callable[[], Report]]
 """Answers to further questions; called in the responder's thread."""

@@ -37,7 +37,7 @@ class Merged:
 
 
 def merge(target: Path, *, keeps_parts: bool = False) -> Merged:
-    """Writes the trace `target` from the parts beside it, and removes these.
+    """Writes the trace `target` from the parts in the same folder, and removes them.
 
     Args:
         target: A name that ends in ".gz" is compressed.

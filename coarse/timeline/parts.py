@@ -1,4 +1,4 @@
-"""Reads the parts of a timeline: what each process of a job has recorded, whole or up to its sudden end."""
+"""Reads the parts of a timeline: the events of each process, up to its end, even a sudden one."""
 
 from __future__ import annotations
 

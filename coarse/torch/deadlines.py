@@ -50,7 +50,7 @@ def within(timeout_s: float, function: Callable[[], _T], what: str, *, patience_
 
     Args:
         timeout_s: COARSE_TIMEOUT_S.
-        function: What may wait for others.
+        function: Called; it may wait for others.
         what: The subject of the error's message.
         patience_s: Waits longer by this, for a function that has the same limit and more to say.
 

@@ -1,4 +1,4 @@
-"""Names what a worker does in the job's timeline, and in torch's profiler as "coarse::..."; times optimizers."""
+"""Names a worker's operations in the job's timeline, and in torch's profiler as "coarse::..."; times optimizers."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from types import FrameType
 
 
 class Told(enum.Enum):
-    """What the user or the terminal has told the command; a later one counts more than the ones before."""
+    """Input from the user or the terminal; a later value overrides earlier ones."""
 
     NOTHING = enum.auto()
     RESIZED = enum.auto()

@@ -1,4 +1,4 @@
-"""What `coarse top` shows of a sample, as tables for the terminal."""
+"""Tables of `coarse top` for the terminal, from one sample."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def view(sample: Sample, events: Sequence[Event], *, most_rows: int) -> Renderab
     """The tables of a sample.
 
     Args:
-        sample: What the job does.
+        sample: State of the job.
         events: The newest events, oldest first.
         most_rows: Largest number of rows of each table; the rows that matter most stay.
     """

@@ -1,1 +1,1 @@
-"""What `coarse simulate` and `coarse plan --what-if` ask the simulator."""
+"""Questions of `coarse simulate` and `coarse plan --what-if` to the simulator."""

@@ -127,7 +127,7 @@ class _Parts:
     """Runs parts one after the other, says what each gave, and on an interrupt how far it came.
 
     Args:
-        names: Of all parts, in their order.
+        names: Names of all parts, in order.
         begin: Number of the first part to run.
     """
 

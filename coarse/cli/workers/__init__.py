@@ -1,1 +1,1 @@
-"""The processes that `coarse run` starts and watches, and what it prints of them."""
+"""The processes that `coarse run` starts and watches, and their output."""

@@ -1,4 +1,4 @@
-"""The dashboard of `coarse run --dashboard`: a process beside the job, which ends with it."""
+"""The dashboard of `coarse run --dashboard`: a separate process, which ends with the job."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Tell: TypeAlias = Callable[[str, str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DashboardOptions:
-    """What the command line says about the dashboard.
+    """The dashboard's options on the command line.
 
     Args:
         port: Port on loopback; 0 for a free one.
@@ -52,7 +52,7 @@ def dashboard(job: str, options: DashboardOptions) -> Iterator[Tell]:
 
     Args:
         job: Id of the job.
-        options: Of the command line.
+        options: From the command line.
     """
     record = [] if options.record is None else ["--record", str(options.record)]
     port = ["--port", str(options.port)] if options.port else []

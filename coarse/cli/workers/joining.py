@@ -39,7 +39,7 @@ def join(job: str, num_workers: int) -> int:
 
 
 def _which(job: str, launchers: list[Address]) -> str:
-    """What to do if not exactly one job is meant."""
+    """Advice for a command that fits no job, or several."""
     if launchers:
         return f"name one of the jobs {', '.join(each.job for each in launchers)}: coarse run --join JOB"
     jobs = sorted({each.job for each in find_addresses(job)})

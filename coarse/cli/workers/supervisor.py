@@ -83,7 +83,7 @@ class JobPlan:
         replaces_workers: Whether to start a new worker in place of each that has failed while the others go on.
         takes_workers: Whether to start further workers in vacant places, when `coarse run --join` asks for it.
         restart_variables: Returns changed variables of every environment, given the number of the restart.
-        is_quiet: Whether to say nothing about what the session decides and how the job went.
+        is_quiet: Whether to print neither the session's decisions nor a summary of the job.
         tell: Takes events for the dashboard: kind, as in coarse.dashboard.samples, and text.
     """
 

@@ -144,7 +144,7 @@ def is_any(client: TrialClient, holds: bool) -> bool:
 
 
 class _LinkPlan(NamedTuple):
-    """What follows from the measured links.
+    """Routes and shard size that follow from the measured links.
 
     Attributes:
         routes: The routing table of each worker; () if slots have no choice.

@@ -25,7 +25,7 @@ class PrivateWrites:
         view: Private view of the shared memory.
         shared: The same memory, as all workers see it.
         offsets, lengths: Place of each tensor's parameter in the memory, in bytes.
-        barrier: Of all workers, for take_over() alone.
+        barrier: Barrier of all workers, for take_over() alone.
         publishes: Whether this worker writes the common values to the shared memory; one worker of each node does.
     """
 

@@ -183,7 +183,7 @@ def unit_text() -> str:
 
 
 def compile_flags(python_include: Path) -> list[str]:
-    """What a C++ compiler needs to compile the sources for the installed torch.
+    """Arguments for a C++ compiler that compiles the sources for the installed torch.
 
     Args:
         python_include: The headers of the Python for which they are compiled.

@@ -111,7 +111,7 @@ class GradientParts:
         """Registers gradients that are in no part yet.
 
         Args:
-            kind: What is registered, as a part of the name.
+            kind: The registered tensors' kind, as a part of the name.
             named: Their parameters with names, in the order of the module.
             offload: How an optimizer in the memory devices uses them; None without one.
         """

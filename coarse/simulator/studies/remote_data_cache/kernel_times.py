@@ -1,6 +1,7 @@
 """From traffic to time: each GPU's part of a kernel is a flow through the resources that it needs.
 
-Flows share SMs, banks, DRAM and links max-min fairly (`coarse.simulator.events.engine`); a kernel ends with its last flow.
+Flows share SMs, banks, DRAM and links max-min fairly (`coarse.simulator.events.engine`); a kernel ends with its last
+flow.
 """
 
 from __future__ import annotations

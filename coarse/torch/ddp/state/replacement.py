@@ -95,7 +95,7 @@ class Replacement:
         """Takes over the training as the members have left it; called when this newcomer has become a member.
 
         Raises:
-            CoarseError: If no member can provide its state, or this worker has not built what it has.
+            CoarseError: If no member can provide its state, or this worker has not built the same objects.
         """
         for part in self._gradients.offloaded:
             part.catch_up()

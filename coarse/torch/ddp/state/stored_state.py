@@ -23,10 +23,10 @@ _NUMBER_BYTES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnState:
-    """What a worker holds itself.
+    """The state that a worker holds itself.
 
     Args:
-        tensors: Those of its model. Another worker has the same ones, which load_state() overwrites.
+        tensors: Its model's tensors. Another worker has the same ones, which load_state() overwrites.
         values: Plain values and tensors, as for to_json(). Another worker gets copies.
     """
 
