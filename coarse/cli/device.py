@@ -20,7 +20,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _run(args: argparse.Namespace) -> int:
-    from coarse.proxy.device import run_device
+    from coarse.proxy.device_process import run_device
     from coarse.startup.node_reconnection import Reconnection
 
     run_device(args.job_fd, Reconnection)

@@ -11,15 +11,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import resource
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from coarse.env import Attempt
 from coarse.errors import CoarseError, ProtocolError
 from coarse.kernels import _native
 from coarse.machine.out_of_memory import OutOfMemoryWatch
@@ -29,7 +25,7 @@ from coarse.proxy.device_status import DeviceStatus
 from coarse.proxy.event_loop import EventLoop
 from coarse.proxy.mailbox import Mailbox
 from coarse.proxy.membership import DRAINED, Membership
-from coarse.proxy.memory import DeviceMemories, DeviceMemory, HostMemory, open_memories
+from coarse.proxy.memory import DeviceMemories
 from coarse.proxy.memory.values import value_memory
 from coarse.proxy.nodes.other_nodes import OtherNodes, Reconnect
 from coarse.proxy.nodes.peers import ENDED, STOPPED, Peers
@@ -39,9 +35,6 @@ from coarse.proxy.registrar import Registrar
 from coarse.proxy.snapshots.snapshot_service import SnapshotService
 from coarse.proxy.storage_service import StorageService
 from coarse.proxy.workers import WorkerConnection, Workers
-from coarse.process.scratch import hold
-from coarse.timeline import recorder
-from coarse.timeline.part_files import MEMORY_DEVICE, Process
 from coarse.wire.device_job import HOME_DEVICE, DeviceJob
 from coarse.wire.failure_messages import (
     Failure,
@@ -77,7 +70,7 @@ _FAILURE_KINDS = {
     "SchemaMismatchError": "mismatch",
 }
 
-_REASONS = (CoarseError, ValueError, OSError, _native.CudaError, _native.NcclError)
+REASONS = (CoarseError, ValueError, OSError, _native.CudaError, _native.NcclError)
 """Errors that a device reports to its workers if it cannot start: faults of the machine, not its own bugs."""
 
 
@@ -179,7 +172,7 @@ class MemoryDevice:
             self._begin()
             try:
                 self._serve()
-            except _REASONS as error:
+            except REASONS as error:
                 if self._data_path.is_started:
                     raise
                 self._turn_away(error)
@@ -771,55 +764,3 @@ class MemoryDevice:
             running.abort([worker.client for worker in told])
 
 
-def run_device(job_fd: int, reconnect: Reconnect) -> None:
-    """Entry point of a memory device process that a session started.
-
-    Args:
-        job_fd: An inherited descriptor from which the DeviceJob is read.
-        reconnect: Makes what replaces broken connections to other nodes.
-    """
-    job = DeviceJob.read(job_fd)
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    with contextlib.suppress(FileNotFoundError):  # its creator has ended and removed it
-        hold(Path(job.directory))  # until this process ends
-    status = DeviceStatus(job)
-    status.respond()
-    try:
-        _record_timeline(job)
-        opened = open_memories(job.memories, job.device, replicas=job.replicas)
-    except _REASONS as error:
-        nothing = DeviceMemories(own=HostMemory(), common=HostMemory())
-        first = job.with_own_sockets() if job.keep_s else job
-        return MemoryDevice(first, nothing, DeviceContents(), status, reconnect).refuse(error)
-    with contextlib.closing(opened) as memories:
-        _move_near(memories.own)
-        contents = DeviceContents()
-        if not job.keep_s:
-            MemoryDevice(job, memories, contents, status, reconnect).run()
-            return
-        attempt = job
-        while (
-            device := MemoryDevice(attempt.with_own_sockets(), memories, contents, status, reconnect)
-        ).run():
-            # The first worker to connect now starts the attempt.
-            job = job.with_peers(device.lost, device.replaced)
-            attempt = replace(job, leader_pid=0)
-        contents.close()
-
-
-def _record_timeline(job: DeviceJob) -> None:
-    process = Process(
-        role=MEMORY_DEVICE,
-        number=job.device,
-        node=job.node,
-        attempt=Attempt.from_environment().number,
-        num_clients=job.num_clients,
-    )
-    recorder.start(job.timeline, process, num_events=job.timeline_events)
-
-
-def _move_near(memory: DeviceMemory) -> None:
-    """Binds this process, and thus its sync cores, to the processors nearest to its memory."""
-    if cores := set(memory.cores()) & os.sched_getaffinity(0):
-        os.sched_setaffinity(0, cores)

@@ -25,10 +25,11 @@ from coarse.session_parts.checks import (
 from coarse.session_parts.services import WorkerServices
 from coarse.session_parts.session_client import AnyClient
 from coarse.settings import Settings
-from coarse.startup.device_connections import Joining, NodeDevices, agree_on_profile, connect, provide_devices
+from coarse.startup.device_connections import Joining, NodeDevices, connect, provide_devices
 from coarse.startup.newcomer import Invitation, enter_session
 from coarse.startup.node_address import try_address_of_this_node
 from coarse.startup.persistent_devices import Keeping
+from coarse.startup.profile_agreement import agree_on_profile
 from coarse.status.launcher_notes import tell_launcher
 from coarse.store import Store
 from coarse.timeline import recorder

@@ -9,7 +9,7 @@ import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
 
 from coarse.client.client import Client
 from coarse.client.control.connection import DeviceConnection, DeviceUnreadyError, collect_replies
@@ -27,11 +27,10 @@ from coarse.errors import (
 from coarse.process.late_notice import LateNotice
 from coarse.machine.memory_name import MemoryName
 from coarse.machine.partition_table import PartitionTable, choose_partition_table
-from coarse.profiler.start import OFF, FoundProfile, find_profile, share_profile
 from coarse.proxy.memory import try_memory
 from coarse.rendezvous.workers import NodeMap, PeerWatch
 from coarse.settings import Settings
-from coarse.startup.device_checks import cannot_profile, check_devices
+from coarse.startup.device_checks import check_devices
 from coarse.startup.device_processes import DeviceProcesses
 from coarse.startup.nearest_gpus import pair_with_nearest
 from coarse.startup.node_links import link_nodes
@@ -48,8 +47,6 @@ logger = logging.getLogger(__name__)
 
 _PATIENCE_S = 5.0  # for workers that are about to join
 
-if TYPE_CHECKING:  # slow to import, and only needed with a profile
-    from coarse.profiler.profile import ProfileKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,7 +227,7 @@ def _start_missing(
 def _find_devices(joining: Joining) -> NodeDevices:
     leader, timeout_s = joining.leader, joining.settings.timeout_s
     try:
-        answer = _told_by_leader(joining, _announcement_key(joining.node), "start memory devices")
+        answer = told_by_leader(joining, _announcement_key(joining.node), "start memory devices")
     except TimeoutError:
         raise RendezvousError(
             f"worker {joining.identity.rank}: worker {leader} has started no memory devices within {timeout_s:.1f} s"
@@ -251,7 +248,7 @@ def _find_devices(joining: Joining) -> NodeDevices:
     )
 
 
-def _told_by_leader(joining: Joining, key: str, what: str) -> bytes:
+def told_by_leader(joining: Joining, key: str, what: str) -> bytes:
     """The value that the first worker of the node sets for a key when it has finished `what`.
 
     Raises:
@@ -268,56 +265,6 @@ def _told_by_leader(joining: Joining, key: str, what: str) -> bytes:
 
     notice = LateNotice(settings.warn_after_s, tell)
     return joining.watch.get(joining.store, key, settings.timeout_s, notice.look)
-
-
-def agree_on_profile(joining: Joining, node: NodeDevices) -> FoundProfile:
-    """The profile of this node's links that its first worker finds while memory devices start.
-
-    If none is found or to be measured, emulated links give a simulated one.
-
-    Raises:
-        ProfileError: If the file that COARSE_PROFILE names is not a profile of these links.
-        RendezvousError: If the first worker publishes none in time.
-    """
-    found = _agree_on_stored_profile(joining, node)
-    is_given = found.profile is not None or found.is_to_be_measured or joining.settings.profile == OFF
-    if is_given or node.emulation is None:
-        return found
-    from coarse.profiler.linked import profile_from_links
-
-    profile = profile_from_links(node.emulation.links, node.local_devices)
-    note = f"simulated from the links of {node.emulation.machine}; {found.note}"
-    return FoundProfile(profile=profile, note=note)
-
-
-def _agree_on_stored_profile(joining: Joining, node: NodeDevices) -> FoundProfile:
-    store, settings = joining.store, joining.settings
-    reason = cannot_profile(
-        settings, node.table, num_nodes=node.nodes.num_nodes, num_vacant=len(node.nodes.vacant)
-    )
-    if settings.profile == OFF or reason:
-        return FoundProfile(note=f"not profiled: {reason or 'COARSE_PROFILE=off'}")
-    key = f"profile/{node.node}"
-    if joining.identity.rank == joining.leader:
-        return share_profile(
-            lambda text: store.set(key, text), lambda: find_profile(settings, lambda: _profile_key(node))
-        )
-    try:
-        return FoundProfile.from_json(
-            _told_by_leader(joining, key, "measure or read the profile of the links")
-        )
-    except TimeoutError:
-        raise RendezvousError(
-            f"worker {joining.identity.rank}: worker {joining.leader} has published no profile within "
-            f"{settings.timeout_s:.1f} s"
-        ) from None
-
-
-def _profile_key(node: NodeDevices) -> ProfileKey:
-    from coarse.machine.host import read_host
-    from coarse.profiler.profile import host_key, profile_key
-
-    return profile_key(node.table, host_key(read_host()), node.emulation)
 
 
 def connect(joining: Joining, node: NodeDevices) -> Client:

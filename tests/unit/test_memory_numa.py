@@ -13,7 +13,7 @@ import pytest
 from coarse.errors import OutOfDeviceMemoryError
 from coarse.kernels import _native
 from coarse.machine.host import NumaNode, read_numa_nodes
-from coarse.proxy.device import _move_near
+from coarse.proxy.device_process import _move_near
 from coarse.proxy.memory import available_bytes, numa, open_memories, open_memory, try_memory
 from coarse.proxy.memory.numa import NumaMemory, parse_numa_maps
 from coarse.wire.segments import Segment
