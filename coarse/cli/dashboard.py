@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 _DESCRIPTION = """\
 Shows a running job of this node in your browser: workers, memory devices and the links between them with their
-traffic, the parts of a step, slow workers, memory, checkpoints, events, routes and their reasons. The page is served on
+traffic, the parts of a step, slow workers, memory, checkpoints, events, routes and their reasons. It is served on
 loopback, to those who know its URL, until Ctrl-C. `coarse run --dashboard` starts it with the job."""
 
 _LAST_SAMPLE_S = 2.0

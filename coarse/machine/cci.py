@@ -143,7 +143,7 @@ def dense_links(links: LinkTable, access: LoadStore) -> LinkTable:
     """The links of DENSE (III-B): workers load from and store to one memory device through CCI.
 
     Each path between a worker and the memory device gets a bucket of its own for stores or loads. Its other buckets
-    carry coherence messages too. A worker's cache keeps what it has loaded until the next update, so each step loads
+    carry coherence messages too. A worker's cache keeps loaded values until the next update, so each step loads
     every parameter once.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What a simulation is about: a machine by its name, file or kind, its numbers of endpoints, and the workload."""
+"""The subject of a simulation: a machine by its name, file or kind, its numbers of endpoints, and the workload."""
 
 from __future__ import annotations
 

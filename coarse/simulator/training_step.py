@@ -47,7 +47,7 @@ class StepResult:
         memory: Memory of a worker and of a memory device.
         decisions: What planners decided.
         num_tasks: Size of the simulation.
-        energy_j: Of workers and memory devices; None if the machine's file does not say what they draw.
+        energy_j: Energy of workers and memory devices; None if the machine's file does not state their power.
     """
 
     scheme: str
@@ -154,5 +154,5 @@ def _energy_j(setup: Setup, num_devices: int, step_s: float) -> float | None:
 
 
 def power_of(setup: Setup) -> Power | None:
-    """What the machine's file says of its power; None without a file, or if it says nothing."""
+    """The power by the machine's file; None without a file, or if it states none."""
     return None if setup.is_generated else load_machine(setup.machine).power

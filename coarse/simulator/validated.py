@@ -89,7 +89,7 @@ def uncertainty(scheme: str, step_s: float, blocked_s: float) -> Uncertainty:
 
 
 def outside_validated_range(setup: Setup, schemes: Iterable[str]) -> Iterator[str]:
-    """The ways in which a question lies outside of what was validated, in words; none inside.
+    """The ways in which a question lies outside of the validation, in words; none inside.
 
     Raises:
         ValueError: If the machine does not exist.

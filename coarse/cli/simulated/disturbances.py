@@ -1,4 +1,4 @@
-"""Options of `coarse simulate` for stragglers, slow links, jitter and failures, and the tables of what they cost."""
+"""Options of `coarse simulate` for stragglers, slow links, jitter and failures, and the tables of their cost."""
 
 from __future__ import annotations
 

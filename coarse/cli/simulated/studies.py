@@ -34,7 +34,7 @@ def list_studies(*, as_json: bool) -> int:
 
 
 def show_study(name: str, trace: str | None, *, as_json: bool) -> int:
-    """Runs a study, or one of its traces, and prints what it found; returns the exit code."""
+    """Runs a study, or one of its traces, and prints its results; returns the exit code."""
     try:
         study = catalogue.load_study(name)
         if trace is None:
@@ -111,7 +111,7 @@ def _write_study(docs: Path, name: str, show: Progress) -> tuple[tuple[Study, Ta
 
 
 def _written_study(docs: Path, name: str) -> tuple[Study, Tally] | str:
-    """A study and the tally of its page; what is wrong if it has none."""
+    """A study and the tally of its page; the fault, if it has none."""
     from coarse.simulator.studies.pages import tally_of_page
 
     try:
@@ -124,7 +124,7 @@ _T = TypeVar("_T")
 
 
 class _Parts:
-    """Runs parts one after the other, says what each gave, and on an interrupt how far it came.
+    """Runs parts one after the other, prints each result, and on an interrupt the progress.
 
     Args:
         names: Names of all parts, in order.

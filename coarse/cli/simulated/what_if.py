@@ -42,7 +42,7 @@ class Answer:
 
     Args:
         setup: The question.
-        doubts: In which ways it lies outside of what was validated.
+        doubts: The ways in which it lies outside of the validation.
         steps: The step of each scheme, and its uncertainty.
         here: The user's machine; None if nothing is known of it.
         are_times_recorded: Whether workers there compute as fast as the processor that recorded the model.
@@ -90,7 +90,7 @@ def answer(machine: str, num_workers: int, model: str, tflops: float | None, her
 
 
 def print_answer(found: Answer) -> None:
-    """Prints the answer; what was not validated comes first."""
+    """Prints the answer, first its parts outside of the validation."""
     print("\n".join(_sentences(found)))
     print_table(
         "A step there, simulated",

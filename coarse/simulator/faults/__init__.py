@@ -1,1 +1,1 @@
-"""Stragglers, jitter, slow links and failures, and what they cost."""
+"""Stragglers, jitter, slow links and failures, and their cost."""

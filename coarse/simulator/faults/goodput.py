@@ -49,7 +49,7 @@ QUORUM_S = Figure(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovery:
-    """What a failure costs a system.
+    """The cost of a failure under a system.
 
     Args:
         what: In words.
@@ -80,7 +80,7 @@ class Recovery:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goodput:
-    """What comes of a job in spite of failures; simulated.
+    """The result of a job in spite of failures; simulated.
 
     Args:
         failures_per_day: Failures of the job.

@@ -1,4 +1,4 @@
-"""What every scheme gives to the engine, and takes from a job."""
+"""The common interface of schemes: tasks for the engine, made from a job."""
 
 from __future__ import annotations
 

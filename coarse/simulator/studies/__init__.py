@@ -1,4 +1,4 @@
 """The systems of other documents, simulated as mechanisms and compared with each document's own figures.
 
-A study is a package in this folder. `catalogue` lists them, `study` says what each gives.
+A study is a package in this folder. `catalogue` lists them, `study` defines their results.
 """

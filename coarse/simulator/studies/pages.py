@@ -13,7 +13,7 @@ from coarse.simulator.scale import Sweep, draw_sweep, sweep_lines
 from coarse.simulator.studies.study import TOLERANCE, Basis, Claim, Comparison, Study, StudyResult
 
 INDEX = "simulator.md"
-"""The page with the summary; the others are in a folder beside it."""
+"""The page with the summary; the others are in a folder next to it."""
 
 _FOLDER, _PICTURES = "simulator", "pictures"
 RESULTS, SUMMARY, SCALE, GOODPUT = "results", "studies", "scale", "goodput"
@@ -42,7 +42,7 @@ class Tally:
 
 
 def tally_of(result: StudyResult) -> Tally:
-    """What a study has just found."""
+    """The results of a study, computed now."""
     return Tally(
         figures=_by_basis([(each.basis.value, each.agrees) for each in result.comparisons]),
         claims=(sum(claim.holds for claim in result.claims), len(result.claims)),
@@ -50,7 +50,7 @@ def tally_of(result: StudyResult) -> Tally:
 
 
 def tally_of_page(docs: Path, name: str) -> Tally:
-    """What a study found when its page was written.
+    """The results of a study, as its page has them.
 
     Raises:
         OSError: If there is no page.

@@ -99,7 +99,7 @@ class StateTable:
     """A protocol's states step by step, for the terminal.
 
     Args:
-        title: What is traced.
+        title: Its subject.
         columns: Heads, e.g. ("step", "cts of CU 0").
         rows: One for each step.
     """
@@ -126,7 +126,7 @@ class StudyResult:
     pictures: Mapping[str, Figure] = field(default_factory=dict)
 
     def deviations(self) -> Iterator[Comparison | Claim]:
-        """What does not agree or hold."""
+        """The figures that differ and the claims that do not hold."""
         yield from (each for each in self.comparisons if not each.agrees)
         yield from (each for each in self.claims if not each.holds)
 

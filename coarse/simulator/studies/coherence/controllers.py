@@ -13,7 +13,7 @@ T = TypeVar("T")
 class RequestTracker:
     """Serves requests of all GPUs to one part of memory, each line's one after the other.
 
-    A request to a line in flight waits. So does one that finds all slots taken. Whoever is let in takes effect at
+    A request to a line in flight waits. So does one that finds all slots taken. An admitted request takes effect at
     once: that moment orders loads and stores of a line.
 
     Args:
@@ -55,7 +55,7 @@ class RequestTracker:
     def _obstacle(self, line: int) -> Waiting | None:
         if line in self._in_flight:
             self.conflicts += 1
-            self._let_one_in()  # whoever was let in and waits for a line leaves its slot to the next
+            self._let_one_in()  # an admitted request that waits for a line leaves its slot to the next
             return self._in_flight[line]
         return self._full if self._free_slots == 0 else None
 

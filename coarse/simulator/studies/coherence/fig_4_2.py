@@ -21,7 +21,7 @@ class Step:
     Args:
         name: As in the document.
         cu, line: Who accesses what.
-        value: What is written; None reads.
+        value: The written value; None reads.
         read_lease: RdLease of this access; the document assumes another one for Y.
     """
 
@@ -44,11 +44,11 @@ STEPS = (
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What a step left.
+    """The state after a step.
 
     Args:
         step: Its name.
-        value: What it read or wrote.
+        value: The value that it read or wrote.
         reached: The last level that it needed: "L1", "L2" or "memory".
         stamps: (wts, rts) of the line in the CU's L1 cache.
         clocks: cts of the two L1 caches.

@@ -21,7 +21,7 @@ Program = Sequence[Access]
 
 
 def run(protocol: CoherenceProtocol, programs: Sequence[Program], chance: random.Random) -> list[list[int]]:
-    """Runs one program on each CU, one operation of a CU at a time; returns what each operation read or wrote.
+    """Runs one program on each CU, one operation of a CU at a time; returns each operation's value.
 
     Any operation in progress may do its next step: messages of different operations overtake each other.
 

@@ -23,7 +23,7 @@ class Workload:
 
     Args:
         kernels: One after the other; their wavefronts have no order.
-        input_lines, output_lines: What a processor copies to the GPUs before, and back after.
+        input_lines, output_lines: Lines that a processor copies to the GPUs before, and back after.
         scale: The document's elements over these.
         work_scale: The document's accesses of kernels over these; 0 if as `scale`.
     """

@@ -1,4 +1,4 @@
-"""MGCC (chapter 4), beside the document's figures: consistency, traffic, run times, leases."""
+"""MGCC (chapter 4), compared with the document's figures: consistency, traffic, run times, leases."""
 
 from __future__ import annotations
 

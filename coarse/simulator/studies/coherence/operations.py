@@ -12,7 +12,7 @@ TIMESTAMP_BYTES = 2
 
 
 class Kind(Enum):
-    """What a message carries, and its bytes without timestamps (section 4.2.7)."""
+    """Kinds of messages, each with its bytes without timestamps (section 4.2.7)."""
 
     READ_REQUEST = ("read request", _ADDRESS_BYTES + _METADATA_BYTES)
     READ_RESPONSE = ("read response", LINE_BYTES + _ADDRESS_BYTES + _METADATA_BYTES + _ACK_BYTES)
@@ -31,8 +31,8 @@ class Hop:
     """A message over one part of the machine. A protocol makes each of its hops once.
 
     Args:
-        part: What it crosses, e.g. ("memory up", 2); its driver knows the part's speed.
-        kind: What it carries.
+        part: The part that it crosses, e.g. ("memory up", 2); its driver knows the part's speed.
+        kind: Its contents.
         nbytes: Size, with timestamps.
     """
 

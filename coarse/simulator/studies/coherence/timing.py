@@ -57,7 +57,7 @@ class Speeds:
 
 @dataclass(slots=True)
 class Outcome:
-    """What a run took.
+    """The cost of a run.
 
     Args:
         ns: Time.

@@ -1,4 +1,4 @@
-"""MGPU-TSM and GPUs with RDMA (chapter 3), beside the document's Table 3.3 and Figure 3-3."""
+"""MGPU-TSM and GPUs with RDMA (chapter 3), compared with the document's Table 3.3 and Figure 3-3."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class Vectors:
     """A, B and C, a slice of each for every CU.
 
     Args:
-        kbytes: What each GPU has of all three together, in the document: 768 KB fit into its L1 caches.
+        kbytes: Each GPU's part of all three together, in the document: 768 KB fit into its L1 caches.
 
     Raises:
         ValueError: If a CU's slice is not a whole number of wavefronts.

@@ -1,4 +1,4 @@
-"""What the document says without figures of its own, and the simulated answer."""
+"""The document's statements without figures, and the simulated answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters of the machines, from the figures that each is fitted to; what they predict is in `results`."""
+"""Parameters of the machines, each fitted to figures of the document; `results` has their predictions."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def early_network(name: str) -> Network:
 
 
 def eight_gpus_s(name: str, batch: int, num_gpus: int, on: GpuMachine) -> float:
-    """Seconds of Table 2.6. Computation is what one GPU takes beside its input."""
+    """Seconds of Table 2.6. Computation is one GPU's time without its input."""
     one_s = figures.EIGHT_GPUS[name][batch][0] / STEPS
     return STEPS / num_gpus * tree_step(training(on, early_network(name), num_gpus, batch, one_s)).step_s
 

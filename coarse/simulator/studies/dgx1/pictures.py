@@ -33,7 +33,7 @@ def scaling_figure() -> Figure:
 
 
 def copies_figure(comparisons: list[Comparison]) -> Figure:
-    """Table 2.4: time of all copies between two GPUs, beside the document's."""
+    """Table 2.4: time of all copies between two GPUs, compared with the document's."""
     figure = Figure(figsize=(4.5, 4.5), layout="constrained")
     axes = figure.add_subplot()
     copies = [each for each in comparisons if "copies between GPUs" in each.what]

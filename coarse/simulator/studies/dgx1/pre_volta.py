@@ -1,4 +1,4 @@
-"""Chapter 2.1 beside the simulation: Tables 2.4 to 2.6, and the prototype of shared memory."""
+"""Chapter 2.1 compared with the simulation: Tables 2.4 to 2.6, and the prototype of shared memory."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _ms(what: str, document: float, simulated: float, basis: Basis = Basis.PREDI
 
 
 def _profile(data: str, name: str, on: str, num_gpus: int) -> Profile:
-    """What a profiler adds up in an epoch. Computation is that of GPU 0."""
+    """A profiler's sums of an epoch. Computation is that of GPU 0."""
     each, one = DATA_SETS[data], figures.PROFILES[data, name][on][0]
     issue_s = 1e-3 * (one.run - one.communication - one.computation) / each.batches
     network, steps = each.networks[name], each.batches / num_gpus

@@ -1,4 +1,4 @@
-"""Chapter 2.2 beside the simulation: LeNet's speed-ups, NCCL's gains and overheads, and GPU 0's memory."""
+"""Chapter 2.2 compared with the simulation: LeNet's speed-ups, NCCL's gains and overheads, and GPU 0's memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dissertation's figures beside simulated ones."""
+"""The dissertation's figures compared with simulated ones."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class RemoteAddress(NamedTuple):
-    """What the egress unit sends."""
+    """The address that the egress unit sends."""
 
     node: int
     offset: int

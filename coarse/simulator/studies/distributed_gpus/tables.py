@@ -79,7 +79,7 @@ def synchronisation_table() -> StateTable:
 
 
 def switch_table() -> StateTable:
-    """Beside the runtime's own formula, with latency and bandwidth of one path."""
+    """Compared with the runtime's own formula, with latency and bandwidth of one path."""
     rows: list[tuple[str, ...]] = []
     for machine in (SANDY_BRIDGE, IVY_BRIDGE):
         direct = AlphaBeta(alpha_us=PUT_US.value, beta_gbytes_per_s=machine.peer_read.value / 1000)

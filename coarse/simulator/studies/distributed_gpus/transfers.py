@@ -34,7 +34,7 @@ class Memory(Enum):
 
 
 def capacities(machine: Machine) -> dict[str, float]:
-    """Bytes per second of what a transfer may cross."""
+    """Bytes per second of each part that a transfer may cross."""
     return {
         "link": machine.link.value * MB,
         "PCIe reads": machine.peer_read.value * MB,
@@ -44,7 +44,7 @@ def capacities(machine: Machine) -> dict[str, float]:
 
 
 def path(source: Memory, target: Memory) -> Usage:
-    """What a direct transfer crosses."""
+    """The parts that a direct transfer crosses."""
     buckets = ["link"]
     if source is Memory.GPU:
         buckets.append("PCIe reads")

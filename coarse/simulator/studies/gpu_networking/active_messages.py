@@ -31,7 +31,7 @@ class Kernel(NamedTuple):
 
 
 class CommandPacket(NamedTuple):
-    """What the target's GPU reads from its command queue."""
+    """A command that the target's GPU reads from its queue."""
 
     kernel_address: int
     buffer_address: int

@@ -2,7 +2,7 @@
 
 Each node sends a chunk to its neighbour, which adds it to its own and passes it on. N-1 iterations reduce,
 N-1 gather.
-All nodes do the same at the same time, so one stands for all: what it sends arrives at itself.
+All nodes do the same at the same time, so one stands for all: its messages arrive at itself.
 
 Kernels that end before a message starts send whole chunks. Kernels that stay send each work-group's piece as soon as
 it is reduced, so reduction and transfer overlap.

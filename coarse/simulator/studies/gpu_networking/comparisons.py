@@ -1,4 +1,4 @@
-"""The slides' figures beside simulated ones, and their statements."""
+"""The slides' figures compared with simulated ones, and their statements."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class SharedMemory:
     pending: list[Store] = field(default_factory=list)
 
     def load(self, actor: str, word: Word) -> object:
-        """The actor's own last store to the word, or else what is visible."""
+        """The actor's own last store to the word, or else the visible value."""
         own = [store.value for store in self.pending if (store.actor, store.word) == (actor, word)]
         return own[-1] if own else self.visible.get(word, 0)
 

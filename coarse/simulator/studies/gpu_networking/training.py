@@ -1,4 +1,4 @@
-"""What a faster all-reduce brings to the training workloads of slides 17 and 38, of which a share waits for it."""
+"""Speed-up by a faster all-reduce of the training workloads of slides 17 and 38, of which a share waits for it."""
 
 from __future__ import annotations
 

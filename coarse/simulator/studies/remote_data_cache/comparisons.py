@@ -1,4 +1,4 @@
-"""The document's figures beside ours."""
+"""The document's figures compared with ours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a smaller GPU memory costs a program that fills it: its coldest pages lie in the host's memory (Table V b).
+"""The cost of a smaller GPU memory for a program that fills it: its coldest pages lie in host memory (Table V b).
 
 A kernel that touches such a page waits until the page has come over the host's link. The page leaves when the kernel
 is over, at the same time as others come.

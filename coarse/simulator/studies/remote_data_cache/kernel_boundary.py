@@ -1,4 +1,4 @@
-"""What the end of a kernel costs with software coherence (Table IV), and what fits into the spare bits of a line.
+"""The cost of a kernel's end with software coherence (Table IV), and the contents of a line's spare bits.
 
 The document counts in powers of two throughout: 1 GHz is 2**30 per second, and a millisecond is 2**-10 seconds.
 """

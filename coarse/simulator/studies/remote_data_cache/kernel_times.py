@@ -24,7 +24,7 @@ Amounts = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """What each GPU's part of each kernel needs.
+    """The resources that each GPU's part of each kernel needs.
 
     Args:
         accesses, wait_cycles: By kernel and GPU: accesses, and cycles that their latencies add up to.
@@ -143,7 +143,7 @@ def kernel_seconds(
     """Seconds of each kernel, without its serial part.
 
     Args:
-        traffic: What it needs.
+        traffic: Its needs.
         machine: Rates of the resources.
         instructions: Warp instructions per access.
         outstanding_lines: Lines that an SM waits for at once.

@@ -129,7 +129,7 @@ class SimulatedWorkload:
         return self._seconds[system, machine]
 
     def traffic(self, system: str) -> Traffic:
-        """What each kernel needs on a system."""
+        """The needs of each kernel on a system."""
         if system not in self._traffic:
             self._traffic[system] = self._simulated(system)
         return self._traffic[system]

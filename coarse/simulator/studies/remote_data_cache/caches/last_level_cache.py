@@ -15,7 +15,7 @@ _CLEAN, _DIRTY, _REMOTE = range(3)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheOutcome:
-    """What the last-level caches let through.
+    """The accesses that pass the last-level caches.
 
     Args:
         is_hit: Per access.

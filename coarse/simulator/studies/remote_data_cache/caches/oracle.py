@@ -1,4 +1,4 @@
-"""Which values a read may return: none that is older than coherence allows."""
+"""The values that a read may return: those that coherence allows."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The coherence of remote data caches, message by message.
 
 Nodes keep lines of their own memory and cache lines of other nodes. Messages between two nodes may overtake each
-other, so whoever runs a `System` chooses which message arrives next. `oracle` says which values a read may return.
+other, so the caller of a `System` chooses which message arrives next. `oracle` has the values that a read may return.
 
 Hardware coherence (GPU-VI with a sharing tracker): a write goes to the line's home. Unless its tracker knows the line
 as private, the home tells all nodes but the writer to invalidate, and acknowledges the write when all have answered.
@@ -32,7 +32,7 @@ class Sharing(Enum):
 
 @dataclass(slots=True, kw_only=True)
 class CachedLine:
-    """A set of a remote data cache: a line with its tag, beside the epoch and stream in which it was fetched."""
+    """A set of a remote data cache: a line with its tag, and the epoch and stream in which it was fetched."""
 
     line: int
     value: int
@@ -49,7 +49,7 @@ class Pending:
         epoch: Of the stream at the time of the request.
         is_write: Whether `value` is to be written.
         value: Number of the write.
-        is_stale: The line became invalid since the request: what comes back must not be installed.
+        is_stale: The line became invalid since the request: the answer must not be installed.
         waiting: Operations that end when the answer comes.
     """
 
@@ -68,8 +68,8 @@ class Operation:
     """A read or a write, as the oracle sees it.
 
     Args:
-        node, stream, line, is_write: What it is.
-        value: What it wrote, or read so far.
+        node, stream, line, is_write: The access.
+        value: The value that it wrote, or has read so far.
         began, ended: Moments, counted in operations and messages; `ended` is -1 before its end.
         kernel: Kernels that its stream has ended before it.
     """
@@ -86,7 +86,7 @@ class Operation:
 
 @dataclass(slots=True, kw_only=True)
 class Message:
-    """Something that arrives when whoever runs the system says so."""
+    """A message that arrives when the caller of the system decides."""
 
     what: str
     arrive: Callable[[], None]
@@ -131,7 +131,7 @@ class Home:
         return Sharing.READ_WRITE_SHARED
 
     def after_local_write(self, before: Sharing) -> Sharing:
-        """Private, if nobody else has it."""
+        """Private, if no other node has it."""
         return Sharing.PRIVATE if before in (Sharing.UNCACHED, Sharing.PRIVATE) else Sharing.READ_WRITE_SHARED
 
     def end_local_write(self, line: int, num_accesses: int) -> None:
@@ -145,7 +145,7 @@ class Home:
 
 
 class RemoteCache:
-    """Remote data cache of one node: direct mapped, a tag beside each line.
+    """Remote data cache of one node: direct mapped, a tag next to each line.
 
     Args:
         num_lines: Lines.
@@ -414,7 +414,7 @@ class System:
         return pending
 
     def _outdate(self, node: int, line: int, but: Pending | None = None) -> None:
-        """Notes that what the node is waiting for may be older than an invalidation."""
+        """Notes that the awaited answer may be older than an invalidation."""
         for pending in self._pending:
             if (pending.node, pending.line) == (node, line) and pending is not but:
                 pending.is_stale = True
