@@ -565,4 +565,3 @@ class Session:
         """Process ids of the memory devices that this worker started; empty on other workers."""
         processes = None if self._node is None else self._node.processes
         return () if processes is None else processes.pids
-

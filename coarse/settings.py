@@ -13,9 +13,9 @@ from typing import Any, TypeAlias
 
 from coarse.env import MOST_WORKERS_OF_A_NODE, process_environment
 from coarse.errors import SettingsError
-from coarse.process.failpoints import parse_failpoints
 from coarse.machine.cci import LoadStore
 from coarse.machine.memory_name import MemoryName, parse_memory_devices
+from coarse.process.failpoints import parse_failpoints
 from coarse.security.node_ports import NodePorts
 
 ALGORITHM_CHOICES = ("auto", "gather", "direct", "ring", "exchange", "nccl")

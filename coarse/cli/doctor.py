@@ -29,9 +29,9 @@ from coarse.machine.host import (
     Gpu,
     Host,
     Limit,
-    SystemMemory,
     MemoryAccess,
     NumaNode,
+    SystemMemory,
     read_host,
 )
 from coarse.settings import Settings

@@ -171,8 +171,8 @@ def _profile_gpus(arguments: argparse.Namespace) -> int:
 def print_profile(basis: Basis) -> None:
     """Prints all figures of a profile, and the resulting plan."""
     from coarse.bench.provenance import BenchMachine
-    from coarse.cli.plan import print_routing, print_shard_size
     from coarse.cli.display.tables import print_table
+    from coarse.cli.plan import print_routing, print_shard_size
     from coarse.profiler.profile import BOTH
 
     profile, key = basis.profile, basis.profile.key

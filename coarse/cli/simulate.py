@@ -12,18 +12,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from coarse.cli.arguments import file_to_write
-from coarse.cli.simulated import disturbances
 from coarse.cli.display.tables import format_size, print_table
+from coarse.cli.simulated import disturbances
 
 if TYPE_CHECKING:  # slow to import; `coarse --help` must not load these
     from rich.progress import Progress, TaskID
 
-    from coarse.simulator.faults.disturbances import Jitter
     from coarse.simulator.events.engine import Outcome
+    from coarse.simulator.events.timeline import Timeline
+    from coarse.simulator.faults.disturbances import Jitter
     from coarse.simulator.faults.jittered import StepTimes
     from coarse.simulator.schemes.step import Step
     from coarse.simulator.setup import Setup
-    from coarse.simulator.events.timeline import Timeline
     from coarse.simulator.training_step import StepResult
 
     _Answer = tuple[StepResult, StepTimes | None, disturbances.Goodputs]
@@ -189,8 +189,8 @@ def _run_step(arguments: argparse.Namespace) -> int:
 def _setup(arguments: argparse.Namespace) -> Setup:
     from coarse.bench.replay.trace import load_trace, place_trace
     from coarse.machine.catalogue import load_machine
-    from coarse.simulator.machines.generated import KINDS
     from coarse.simulator.job import DEFAULT_RATES, SyncCores
+    from coarse.simulator.machines.generated import KINDS
     from coarse.simulator.setup import Setup
 
     is_generated = arguments.machine in KINDS
@@ -224,8 +224,8 @@ def _simulate(
     Raises:
         ValueError: If a scheme does not fit the machine, unless it may be left out.
     """
-    from coarse.simulator.faults.jittered import simulate_jittered
     from coarse.simulator.events.timeline import timeline
+    from coarse.simulator.faults.jittered import simulate_jittered
     from coarse.simulator.training_step import simulate_step
 
     def record(result: StepResult, step: Step, outcome: Outcome) -> None:

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from coarse.cli.arguments import add_job, add_nodes, seconds
+from coarse.cli.display.terminal import Keys, Told, suspend
 from coarse.cli.main import ToldToEnd
 from coarse.cli.status import by_job, say_which
-from coarse.cli.display.terminal import Keys, Told, suspend
 from coarse.dashboard.other_nodes import WholeJob
 from coarse.dashboard.sampler import Sampler
 from coarse.dashboard.samples import JOB, RUNS, Event, Sample

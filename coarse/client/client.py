@@ -11,17 +11,22 @@ from typing import TYPE_CHECKING, Any
 
 from coarse.client.async_reducer import AsyncReducer
 from coarse.client.control.connection import DeviceConnection, SilentDeviceError, send_to_all
+from coarse.client.control.failure_detector import (
+    FailureDetector,
+    FateOfDevice,
+    KillSilent,
+    heartbeat_limit_ms,
+)
+from coarse.client.control.requests import Requests
 from coarse.client.direct_allreduce import NodeBarrier
-from coarse.client.control.failure_detector import FailureDetector, FateOfDevice, KillSilent, heartbeat_limit_ms
 from coarse.client.internal_groups import boundary_schema, node_barrier_schema, staging_schema
 from coarse.client.link_probes import LinkProbes, probe_schema
 from coarse.client.membership.members import Members
+from coarse.client.membership.step_boundary import StepBoundary
 from coarse.client.memory.parameter_storage import ParameterStorage, StorageSnapshot
 from coarse.client.memory.stored_value import StoredValue
 from coarse.client.node_agreement import NodeAgreement
 from coarse.client.registered_groups import RegisteredGroups
-from coarse.client.control.requests import Requests
-from coarse.client.membership.step_boundary import StepBoundary
 from coarse.client.tensor_group import TensorGroup
 from coarse.emulation.machine import Emulation
 from coarse.errors import (

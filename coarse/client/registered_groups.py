@@ -7,17 +7,17 @@ from collections.abc import Iterator, Sequence
 
 from coarse.client.control.connection import DeviceConnection, check_peers, collect_replies, send_to_all
 from coarse.client.control.failure_detector import FailureDetector
+from coarse.client.control.requests import Requests
 from coarse.client.memory.optimizer_memory import OptimizerMemory
 from coarse.client.memory.reservations import Reservations
 from coarse.client.memory.row_memory import RowMemory
 from coarse.client.memory.slot_opener import SlotOpener
 from coarse.client.node_agreement import NodeAgreement
-from coarse.client.control.requests import Requests
 from coarse.client.tensor_group import GroupClient, TensorGroup
 from coarse.errors import CoarseError, MemoryDeviceLostError, WorkerLostError
 from coarse.kernels import _native
-from coarse.process.late_notice import LateNotice
 from coarse.metrics.writer import MetricsWriter
+from coarse.process.late_notice import LateNotice
 from coarse.profiler.partition import PartitionPlan
 from coarse.profiler.routing import RoutingTable, route_shards
 from coarse.timeline import recorder

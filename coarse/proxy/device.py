@@ -762,5 +762,3 @@ class MemoryDevice:
             worker.send(loss.to_message("aborted"))
         if running is not None:
             running.abort([worker.client for worker in told])
-
-

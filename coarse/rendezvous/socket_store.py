@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coarse.errors import RendezvousError, follow_up
+from coarse.process.scratch import hold
 from coarse.rendezvous.store_server import (
     ADD,
     ANSWER,
@@ -29,7 +30,6 @@ from coarse.rendezvous.store_server import (
     WELCOME,
     StoreServer,
 )
-from coarse.process.scratch import hold
 from coarse.security import local_sockets, private_directories
 from coarse.security.job_secret import PROOF_BYTES, JobSecret
 from coarse.security.listening import host_and_port, listen_for_workers, rendezvous_host

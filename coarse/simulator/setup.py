@@ -9,10 +9,10 @@ from coarse.machine.catalogue import load_machine
 from coarse.machine.cci import LoadStore, dense_links
 from coarse.machine.partition_table import PartitionTable
 from coarse.machine.wiring import link_table
-from coarse.simulator.machines.dense import DenseMachine
 from coarse.simulator.faults.disturbances import UNDISTURBED, Disturbances
-from coarse.simulator.machines.generated import KINDS, GeneratedMachine
 from coarse.simulator.job import Job, SyncCores
+from coarse.simulator.machines.dense import DenseMachine
+from coarse.simulator.machines.generated import KINDS, GeneratedMachine
 from coarse.simulator.machines.network import LinkNetwork, Network
 
 MOST_ENDPOINTS = 256

@@ -10,7 +10,6 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-
 from coarse.client.client import Client
 from coarse.client.control.connection import DeviceConnection, DeviceUnreadyError, collect_replies
 from coarse.client.node_agreement import NodeAgreement
@@ -24,9 +23,9 @@ from coarse.errors import (
     follow_up,
     is_follow_up,
 )
-from coarse.process.late_notice import LateNotice
 from coarse.machine.memory_name import MemoryName
 from coarse.machine.partition_table import PartitionTable, choose_partition_table
+from coarse.process.late_notice import LateNotice
 from coarse.proxy.memory import try_memory
 from coarse.rendezvous.workers import NodeMap, PeerWatch
 from coarse.settings import Settings
@@ -46,7 +45,6 @@ from coarse.wire.socket_directory import socket_path
 logger = logging.getLogger(__name__)
 
 _PATIENCE_S = 5.0  # for workers that are about to join
-
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

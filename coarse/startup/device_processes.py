@@ -20,8 +20,8 @@ from coarse.emulation.machine import Emulation
 from coarse.env import own_process_environment
 from coarse.machine.out_of_memory import OutOfMemoryWatch
 from coarse.machine.partition_table import PartitionTable
-from coarse.rendezvous.workers import NodeMap
 from coarse.process.scratch import Scratch
+from coarse.rendezvous.workers import NodeMap
 from coarse.security.local_sockets import short_address
 from coarse.settings import Settings
 from coarse.startup.node_links import NodeLinks

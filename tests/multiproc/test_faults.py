@@ -460,7 +460,9 @@ def test_who_leaves_because_of_a_memory_device_is_not_taken_for_the_reason(job):
         with me.join(memory_devices=2) as session:
             session.barrier()
             if me.rank == 1:
-                session._client.linked()._connections[0].send({"type": "lost", "device": 1, "is_silent": False})
+                session._client.linked()._connections[0].send(
+                    {"type": "lost", "device": 1, "is_silent": False}
+                )
                 return
             session.barrier()
 

@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 from coarse.simulator.studies.coherence import fig_4_2
 from coarse.simulator.studies.coherence.caches import Block, Cache
 from coarse.simulator.studies.coherence.controllers import RequestTracker
-from coarse.simulator.studies.coherence.protocols.gtsc import Gtsc
-from coarse.simulator.studies.coherence.protocols.hmg import Hmg, SharingCache
 from coarse.simulator.studies.coherence.interleaving import (
     Access,
     count_violations,
@@ -21,8 +19,16 @@ from coarse.simulator.studies.coherence.interleaving import (
     random_programs,
     run,
 )
-from coarse.simulator.studies.coherence.protocols.mgcc import PRINTED, REPAIRED, Level, Mgcc, TimestampedMemory
 from coarse.simulator.studies.coherence.operations import Hop, Kind, Shape, Waiting
+from coarse.simulator.studies.coherence.protocols.gtsc import Gtsc
+from coarse.simulator.studies.coherence.protocols.hmg import Hmg, SharingCache
+from coarse.simulator.studies.coherence.protocols.mgcc import (
+    PRINTED,
+    REPAIRED,
+    Level,
+    Mgcc,
+    TimestampedMemory,
+)
 from coarse.simulator.studies.coherence.protocols.rdma import Rdma
 from coarse.simulator.studies.coherence.protocols.uncoherent import Uncoherent
 

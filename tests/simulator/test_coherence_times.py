@@ -7,10 +7,10 @@ import pytest
 from coarse.simulator.studies.coherence import kernels, machines, mgcc_study, parameter_caching, tsm_study
 from coarse.simulator.studies.coherence.kernels import WORKLOADS, workload
 from coarse.simulator.studies.coherence.machines import SHAPE, run_benchmark, simulate, simulate_tracker
-from coarse.simulator.studies.coherence.protocols.mgcc import Mgcc
 from coarse.simulator.studies.coherence.operations import Kind, Shape
-from coarse.simulator.studies.coherence.timing import Instruction, KernelRun, Speeds
+from coarse.simulator.studies.coherence.protocols.mgcc import Mgcc
 from coarse.simulator.studies.coherence.protocols.uncoherent import Uncoherent
+from coarse.simulator.studies.coherence.timing import Instruction, KernelRun, Speeds
 from coarse.simulator.studies.coherence.xtreme import XTREME_SHAPE, Vectors, xtreme1, xtreme2, xtreme3
 
 FREE = {"L2 up": (0, 5), "L2 down": (0, 5), "channel": (0, 0), "memory": (0, 100)}

@@ -10,8 +10,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from small_jobs import small_setup
 
-from coarse.simulator.machines.generated import KINDS
 from coarse.simulator.job import DEFAULT_RATES, SyncCores
+from coarse.simulator.machines.generated import KINDS
 from coarse.simulator.schemes.catalogue import SCHEMES
 from coarse.simulator.training_step import simulate_step
 

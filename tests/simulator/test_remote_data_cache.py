@@ -14,16 +14,23 @@ from coarse.client.memory.parameter_cache import ParameterCache
 from coarse.simulator.studies.catalogue import load_study
 from coarse.simulator.studies.remote_data_cache import comparisons, kernel_boundary
 from coarse.simulator.studies.remote_data_cache.accesses import placement
+from coarse.simulator.studies.remote_data_cache.accesses.placement import Placement
+from coarse.simulator.studies.remote_data_cache.accesses.sharing import Sharing, sharing_of
+from coarse.simulator.studies.remote_data_cache.accesses.streams import Kernel, Stream
+from coarse.simulator.studies.remote_data_cache.accesses.workloads import WORKLOADS, Layers, Mesh, Triad
 from coarse.simulator.studies.remote_data_cache.caches import remote_cache, traces
+from coarse.simulator.studies.remote_data_cache.caches.last_level_cache import CacheOutcome, last_level_hits
+from coarse.simulator.studies.remote_data_cache.caches.protocol import System
+from coarse.simulator.studies.remote_data_cache.caches.remote_cache import (
+    Coherence,
+    with_cache,
+    without_cache,
+)
 from coarse.simulator.studies.remote_data_cache.claims import all_claims
 from coarse.simulator.studies.remote_data_cache.host_memory import waiting_seconds
 from coarse.simulator.studies.remote_data_cache.kernel_times import kernel_seconds, traffic_of
-from coarse.simulator.studies.remote_data_cache.caches.last_level_cache import CacheOutcome, last_level_hits
 from coarse.simulator.studies.remote_data_cache.parameter_updates import update_table
 from coarse.simulator.studies.remote_data_cache.parameters import SOURCES, Machine
-from coarse.simulator.studies.remote_data_cache.accesses.placement import Placement
-from coarse.simulator.studies.remote_data_cache.caches.protocol import System
-from coarse.simulator.studies.remote_data_cache.caches.remote_cache import Coherence, with_cache, without_cache
 from coarse.simulator.studies.remote_data_cache.results import (
     LINK_SYSTEMS,
     LINKS_GBYTES_PER_S,
@@ -31,8 +38,6 @@ from coarse.simulator.studies.remote_data_cache.results import (
     WorkloadResult,
     simulate_workload,
 )
-from coarse.simulator.studies.remote_data_cache.accesses.sharing import Sharing, sharing_of
-from coarse.simulator.studies.remote_data_cache.accesses.streams import Kernel, Stream
 from coarse.simulator.studies.remote_data_cache.systems import (
     HARDWARE,
     IDEAL,
@@ -46,7 +51,6 @@ from coarse.simulator.studies.remote_data_cache.systems import (
     SimulatedWorkload,
     sized,
 )
-from coarse.simulator.studies.remote_data_cache.accesses.workloads import WORKLOADS, Layers, Mesh, Triad
 from coarse.simulator.studies.study import Basis
 
 NUM_GPUS, NUM_LINES = 3, 7

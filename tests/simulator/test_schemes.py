@@ -14,8 +14,8 @@ from coarse.cli.plan import plan_machine, plan_model
 from coarse.machine.cci import LoadStore, dense_links
 from coarse.simulator.collectives import double_tree, hierarchical
 from coarse.simulator.events.engine import simulate
-from coarse.simulator.machines.generated import GeneratedMachine
 from coarse.simulator.job import DEFAULT_RATES, Job, SyncCores
+from coarse.simulator.machines.generated import GeneratedMachine
 from coarse.simulator.machines.network import LinkNetwork
 from coarse.simulator.schemes.catalogue import SCHEMES
 from coarse.simulator.schemes.offload import offload_step

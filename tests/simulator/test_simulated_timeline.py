@@ -12,10 +12,10 @@ from trace_events import read_rows
 
 from coarse.cli.main import main
 from coarse.simulator.events import timeline as module
+from coarse.simulator.events.timeline import Span, timeline, trace_document
 from coarse.simulator.faults.disturbances import Disturbances
 from coarse.simulator.job import DEFAULT_RATES, SyncCores
 from coarse.simulator.schemes.catalogue import SCHEMES
-from coarse.simulator.events.timeline import Span, timeline, trace_document
 from coarse.simulator.training_step import simulate_step
 
 CORES = SyncCores(num_cores=2, gbytes_per_s=DEFAULT_RATES)

@@ -10,8 +10,8 @@ import pytest
 from small_jobs import ELEMENTS, small_setup
 
 from coarse.simulator import setup
-from coarse.simulator.machines import generated
 from coarse.simulator.events.engine import simulate
+from coarse.simulator.machines import generated
 from coarse.simulator.training_step import simulate_step
 
 PAGES = Path(__file__).parents[2] / "docs" / "simulator"

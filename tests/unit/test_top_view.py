@@ -7,8 +7,8 @@ import io
 import pytest
 from rich.console import Console
 
-from coarse.cli.top import _most_rows
 from coarse.cli.display.top_view import format_rate, format_time, view
+from coarse.cli.top import _most_rows
 from coarse.dashboard.samples import (
     FAULT,
     RUNS,
@@ -64,7 +64,9 @@ def sample(num, **values):
         "workers": tuple(map(worker, range(num))),
         "devices": tuple(map(device, range(num))),
         "links": tuple(link(each, each, 1e9 * each) for each in range(num)),
-        "memory": tuple(MemoryUse(owner=f"md{each}", what="states", num_bytes=3 << 30) for each in range(num)),
+        "memory": tuple(
+            MemoryUse(owner=f"md{each}", what="states", num_bytes=3 << 30) for each in range(num)
+        ),
     }
     return Sample(
         **{"number": 1, "time_s": 0.0, "phase": RUNS, "job": "7ce4d0d2", "checkpoints": Checkpoints()}

@@ -7,8 +7,8 @@ from types import TracebackType
 from typing import Any
 
 from coarse.client.control.connection import DeviceConnection
-from coarse.client.memory.stored_value import StoredValue
 from coarse.client.control.requests import Requests
+from coarse.client.memory.stored_value import StoredValue
 from coarse.errors import SnapshotLostError
 from coarse.wire.messages import Received, int_field
 from coarse.wire.segments import Segment

@@ -65,7 +65,9 @@ class Replication:
             is_owner_lost = HOME_DEVICE in lost
             self._record_updates(self._contents.replicas, proxy.finish_replicas(lost_clients, is_owner_lost))
 
-    def _record_updates(self, groups: PersistentGroups, finished: list[tuple[int, int, list[int], str]]) -> None:
+    def _record_updates(
+        self, groups: PersistentGroups, finished: list[tuple[int, int, list[int], str]]
+    ) -> None:
         for problem in groups.record_updates(finished):
             logger.warning("[md%s] cannot keep %s", self._job.device, problem)
 

@@ -15,10 +15,10 @@ from typing import Any
 from coarse.errors import CoarseError, ProtocolError
 from coarse.kernels import _native
 from coarse.metrics.writer import MetricsWriter
+from coarse.process.scheduling import lower_priority
 from coarse.proxy.memory import DeviceMemory
 from coarse.proxy.outbox import SendToWorker
 from coarse.proxy.snapshots.group_snapshots import GroupSnapshots, warm
-from coarse.process.scheduling import lower_priority
 from coarse.wire.device_job import DeviceJob
 from coarse.wire.messages import Message, Received, int_field
 from coarse.wire.segments import Segment

@@ -16,8 +16,8 @@ from coarse.checkpoint.folder import Folder
 from coarse.checkpoint.names import CheckpointName
 from coarse.checkpoint.writer import SaveDetails, WriteOptions, write_checkpoint
 from coarse.errors import ProtocolError
-from coarse.proxy.snapshots.snapshot_source import SnapshotSource
 from coarse.process.scheduling import lower_priority
+from coarse.proxy.snapshots.snapshot_source import SnapshotSource
 from coarse.wire.messages import Channel, Message
 
 logger = logging.getLogger(__name__)

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from coarse.simulator.faults.disturbances import Jitter
 from coarse.simulator.events.engine import Progress
+from coarse.simulator.faults.disturbances import Jitter
 from coarse.simulator.setup import Setup
 from coarse.simulator.training_step import SIMULATED, simulate_step
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from coarse.simulator.collectives import Collective, double_tree, hierarchical, ring, ring_both_ways
+from coarse.simulator.events.tasks import Task
 from coarse.simulator.job import GradientBucket, Job, gradient_buckets
 from coarse.simulator.machines.network import Network
 from coarse.simulator.schemes.step import MemoryUse, Step
-from coarse.simulator.events.tasks import Task
 
 RING, BOTH_WAYS, TREE, HIERARCHICAL = "ring", "ring both ways", "double tree", "hierarchical"
 WAYS = (RING, BOTH_WAYS, TREE, HIERARCHICAL)

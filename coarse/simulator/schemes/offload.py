@@ -8,11 +8,11 @@ from functools import cache
 from coarse.simulator.coarse_plan import CoarsePlan, Shard, direct_allreduce_shards, plan_job
 from coarse.simulator.collectives import DIRECT_ALLREDUCES, Collective, add_usages
 from coarse.simulator.events.fair_sharing import Usage
-from coarse.simulator.job import Job
-from coarse.simulator.memory_devices import EXCHANGE, Stage, bytes_read, stages
-from coarse.simulator.machines.network import Transfer, usage_of, worker_copies
-from coarse.simulator.schemes.step import MemoryUse, Step
 from coarse.simulator.events.tasks import Task
+from coarse.simulator.job import Job
+from coarse.simulator.machines.network import Transfer, usage_of, worker_copies
+from coarse.simulator.memory_devices import EXCHANGE, Stage, bytes_read, stages
+from coarse.simulator.schemes.step import MemoryUse, Step
 
 COPY_CHANNELS = 2
 """Transfers that a copy engine has in flight on a path: double buffering (docs/simulator.md has other numbers)."""

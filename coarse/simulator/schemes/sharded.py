@@ -7,10 +7,10 @@ from itertools import pairwise
 
 from coarse.simulator.collectives import Collective, half_ring
 from coarse.simulator.events.fair_sharing import Usage
+from coarse.simulator.events.tasks import Task
 from coarse.simulator.job import GradientBucket, Job, gradient_buckets
 from coarse.simulator.machines.network import Network, Transfer, largest_latency_s, usage_of, worker_copies
 from coarse.simulator.schemes.step import MemoryUse, Step
-from coarse.simulator.events.tasks import Task
 
 
 def parameter_server_step(job: Job) -> Step:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from coarse.simulator.machines.network import Network
 from coarse.simulator.events.tasks import Task
+from coarse.simulator.machines.network import Network
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

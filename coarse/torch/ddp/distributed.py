@@ -22,8 +22,6 @@ from coarse.errors import SessionClosedError, SyncTimeoutError
 from coarse.session import AnyTensorGroup, Session
 from coarse.settings import Settings
 from coarse.torch.ddp.agreement import check_same_tensors, describe
-from coarse.torch.ddp.state.awaited_values import AwaitedValues
-from coarse.torch.ddp.state.buffers import BufferBroadcast, broadcast_tensors
 from coarse.torch.ddp.ddp_compat import LoggerFacade, ReducerFacade
 from coarse.torch.ddp.module_hooks import OwnHook
 from coarse.torch.ddp.options import (
@@ -33,14 +31,16 @@ from coarse.torch.ddp.options import (
     find_devices,
     trainable_parameters,
 )
+from coarse.torch.ddp.state.awaited_values import AwaitedValues
+from coarse.torch.ddp.state.buffers import BufferBroadcast, broadcast_tensors
 from coarse.torch.ddp.state.replacement import Replacement, check_replaceable
 from coarse.torch.ddp.state.state_dict import with_wrapper_prefix
 from coarse.torch.ddp.uneven_inputs import UnevenInputsHook, check_joinable
 from coarse.torch.ddp.unsupported import UnsupportedFeatures
-from coarse.torch.gradients.hooks.bucket_hooks import BucketHook
-from coarse.torch.gradients.hooks.comm_hooks import rounds_only, travel_dtype
 from coarse.torch.gradients.embeddings import EmbeddingGradients
 from coarse.torch.gradients.gradient_parts import DeviceOptimizer, GradientParts
+from coarse.torch.gradients.hooks.bucket_hooks import BucketHook
+from coarse.torch.gradients.hooks.comm_hooks import rounds_only, travel_dtype
 from coarse.torch.gradients.registered_gradients import AveragingOptions
 from coarse.torch.gradients.sparse_gradients import check_tables, find_tables
 from coarse.torch.operations import operation, record_optimizer_steps

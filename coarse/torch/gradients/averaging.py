@@ -27,17 +27,17 @@ from coarse.torch.ddp.outputs import find_tensors
 from coarse.torch.ddp.shared_parameters import averagers_of
 from coarse.torch.ddp.static_graph import StaticGraph
 from coarse.torch.gradients import gradient_errors
+from coarse.torch.gradients.gradient_policy import MeasuredGradient
 from coarse.torch.gradients.hooks.autograd_callbacks import (
     at_end,
     current_backward,
     finish_in_order,
     may_accumulate,
 )
-from coarse.torch.gradients.gradient_policy import MeasuredGradient
 from coarse.torch.gradients.layout import same_memory
 from coarse.torch.gradients.measures import fingerprints, measure_gradient
-from coarse.torch.gradients.registered_gradients import AveragingOptions, OffloadOptions, RegisteredGradients
 from coarse.torch.gradients.paths.slot_window import SlotWindow
+from coarse.torch.gradients.registered_gradients import AveragingOptions, OffloadOptions, RegisteredGradients
 from coarse.torch.gradients.used_up_gradients import UsedUpGradient
 from coarse.torch.operations import is_profiled, operation
 from coarse.torch.optimizer.remote_parameters import RemoteParameters

@@ -12,12 +12,12 @@ from coarse.client.tensor_group import TensorGroup
 from coarse.schema import TensorSpec
 from coarse.session import AnyTensorGroup, Session
 from coarse.torch.gradients.hooks.bucket_hooks import BucketHook, BucketHookGradients
+from coarse.torch.gradients.layout import DTYPE_NAMES, common_gpu, num_bytes
 from coarse.torch.gradients.paths.compressed_gradients import CompressedGradients, stand_ins
 from coarse.torch.gradients.paths.gpu_gradients import try_gpu
 from coarse.torch.gradients.paths.gpu_slot_gradients import GpuSlotGradients
 from coarse.torch.gradients.paths.gradient_path import GradientPath
 from coarse.torch.gradients.paths.host_gradients import HostGradients
-from coarse.torch.gradients.layout import DTYPE_NAMES, common_gpu, num_bytes
 from coarse.torch.gradients.sparse_gradients import SparseGradients
 from coarse.wire.registration import WorkerMemory
 

@@ -20,8 +20,8 @@ from coarse.errors import (
     is_refusal,
 )
 from coarse.session import Session
-from coarse.torch.ddp.state.buffers import broadcast_tensors
 from coarse.torch.ddp.module_hooks import OwnHook
+from coarse.torch.ddp.state.buffers import broadcast_tensors
 from coarse.torch.gradients.averaging import GradientSynchroniser
 from coarse.torch.gradients.gradient_parts import (
     DeviceOptimizer,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from coarse.simulator.studies.coherence.protocols.mgcc import PRINTED, Level, Mgcc, Rules
 from coarse.simulator.studies.coherence.operations import Hop, Operation, Shape
+from coarse.simulator.studies.coherence.protocols.mgcc import PRINTED, Level, Mgcc, Rules
 from coarse.simulator.studies.study import StateTable
 
 X, Y = 0, 1

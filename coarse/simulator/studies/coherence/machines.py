@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from coarse.simulator.studies.coherence.protocols.hmg import Hmg
 from coarse.simulator.studies.coherence.kernels import Workload
-from coarse.simulator.studies.coherence.protocols.mgcc import PRINTED, Mgcc, Rules
 from coarse.simulator.studies.coherence.operations import CoherenceProtocol, Kind, Shape
+from coarse.simulator.studies.coherence.protocols.hmg import Hmg
+from coarse.simulator.studies.coherence.protocols.mgcc import PRINTED, Mgcc, Rules
 from coarse.simulator.studies.coherence.protocols.rdma import Rdma
-from coarse.simulator.studies.coherence.timing import Instruction, Kernel, KernelRun, Outcome, Speeds
 from coarse.simulator.studies.coherence.protocols.uncoherent import Uncoherent
+from coarse.simulator.studies.coherence.timing import Instruction, Kernel, KernelRun, Outcome, Speeds
 
 SHARE = 16
 """A bandwidth of the document over ours."""

@@ -9,12 +9,12 @@ from statistics import geometric_mean
 from typing import TYPE_CHECKING, Any
 
 from coarse.simulator.studies.coherence import fig_4_2, parameter_caching
-from coarse.simulator.studies.coherence.protocols.gtsc import Gtsc
 from coarse.simulator.studies.coherence.interleaving import count_violations
 from coarse.simulator.studies.coherence.kernels import WORKLOADS, workload
 from coarse.simulator.studies.coherence.machines import run_benchmark, simulate, simulate_gtsc
-from coarse.simulator.studies.coherence.protocols.mgcc import PRINTED, REPAIRED, Mgcc, Rules
 from coarse.simulator.studies.coherence.operations import Kind, Shape
+from coarse.simulator.studies.coherence.protocols.gtsc import Gtsc
+from coarse.simulator.studies.coherence.protocols.mgcc import PRINTED, REPAIRED, Mgcc, Rules
 from coarse.simulator.studies.coherence.timing import Kernel, Outcome
 from coarse.simulator.studies.coherence.xtreme import BENCHMARKS, RESIDENT, XTREME_SHAPE
 from coarse.simulator.studies.study import Basis, Claim, Comparison, Progress, StateTable, Study, StudyResult

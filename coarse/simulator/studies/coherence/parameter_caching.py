@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from itertools import cycle, islice
 
 from coarse.simulator.studies.coherence.fig_4_2 import finish
-from coarse.simulator.studies.coherence.protocols.mgcc import REPAIRED, Mgcc, Rules
 from coarse.simulator.studies.coherence.operations import Shape
+from coarse.simulator.studies.coherence.protocols.mgcc import REPAIRED, Mgcc, Rules
 from coarse.simulator.studies.study import StateTable
 
 SHARDS, STEPS, SHARES = 64, 40, (1.0, 0.5, 0.1, 0.02)

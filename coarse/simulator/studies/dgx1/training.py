@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from coarse.simulator.events.engine import Outcome, simulate
 from coarse.simulator.events.fair_sharing import Usage
+from coarse.simulator.events.tasks import Task
 from coarse.simulator.studies.dgx1.machines import NS_PER_S, GpuMachine
 from coarse.simulator.studies.dgx1.networks import ITEM_BYTES, Layer, Network
-from coarse.simulator.events.tasks import Task
 
 _FORWARD_SHARE = 1 / 3  # a backward pass computes two products where a forward pass computes one
 

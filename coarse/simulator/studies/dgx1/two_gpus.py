@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from coarse.simulator.events.engine import simulate
 from coarse.simulator.events.fair_sharing import Usage
+from coarse.simulator.events.tasks import Task
 from coarse.simulator.studies.dgx1.machines import GpuMachine
 from coarse.simulator.studies.dgx1.networks import Network
-from coarse.simulator.events.tasks import Task
 
 MEMCPY, DIRECT, SHARED, PROTOTYPE = "memcpy", "direct access", "shared memory", "prototype"
 ALGORITHMS = (MEMCPY, DIRECT, SHARED, PROTOTYPE)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from coarse.simulator.events.engine import simulate
+from coarse.simulator.events.tasks import Task
 from coarse.simulator.studies.distributed_gpus.coalescing import (
     INT_BYTES,
     LONG_BYTES,
@@ -34,7 +35,6 @@ from coarse.simulator.studies.distributed_gpus.machines import (
     WIDTH_BYTES,
 )
 from coarse.simulator.studies.distributed_gpus.transfers import MB, US
-from coarse.simulator.events.tasks import Task
 
 REQUEST_BYTES = PACKET_VALUES * LONG_BYTES
 """Of a coalesced access in the benchmarks, whose values are `long` (Listings 6.2 and 6.3)."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from coarse.simulator.events.engine import simulate
+from coarse.simulator.events.tasks import Task
 from coarse.simulator.studies.distributed_gpus.machines import (
     GPU_MBYTES_PER_S,
     GPU_QUEUE_PCIE_ACCESSES,
@@ -26,7 +27,6 @@ from coarse.simulator.studies.distributed_gpus.machines import (
     RMA_READS,
 )
 from coarse.simulator.studies.distributed_gpus.transfers import MB, US
-from coarse.simulator.events.tasks import Task
 
 
 class Control(NamedTuple):

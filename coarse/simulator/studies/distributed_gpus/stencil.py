@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from coarse.simulator.events.engine import simulate
+from coarse.simulator.events.tasks import Task
 from coarse.simulator.studies.distributed_gpus.machines import (
     EVENT_US,
     GPU_WATT,
@@ -20,7 +21,6 @@ from coarse.simulator.studies.distributed_gpus.machines import (
     STREAM_OVERHEAD,
 )
 from coarse.simulator.studies.distributed_gpus.transfers import KIB, MB, US
-from coarse.simulator.events.tasks import Task
 
 _MEGA, _GIGA = 1e6, 1e9
 _GPUS_OF_A_NODE = 4

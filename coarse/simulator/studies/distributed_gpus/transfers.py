@@ -11,13 +11,13 @@ from enum import Enum
 
 from coarse.simulator.events.engine import simulate
 from coarse.simulator.events.fair_sharing import Usage
+from coarse.simulator.events.tasks import Task
 from coarse.simulator.studies.distributed_gpus.machines import (
     PEER_WRITE_MBYTES_PER_S,
     PUT_US,
     STAGING_US,
     Machine,
 )
-from coarse.simulator.events.tasks import Task
 
 US = 1e-6
 MB = 1e6

@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from coarse.simulator.events.engine import simulate
+from coarse.simulator.events.tasks import Task
 from coarse.simulator.studies.gpu_networking.control_paths import ControlPath
 from coarse.simulator.studies.gpu_networking.messages import DELIVERY, US, chain
 from coarse.simulator.studies.gpu_networking.stages import LINK_GBYTES_PER_S, MEMORY_GBYTES_PER_S
 from coarse.simulator.studies.gpu_networking.triggers import TriggerList
-from coarse.simulator.events.tasks import Task
 
 _BYTES_PER_S = 1e9
 _CAPACITIES = {

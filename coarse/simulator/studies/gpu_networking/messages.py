@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from coarse.simulator.events.engine import simulate
+from coarse.simulator.events.tasks import Task
 from coarse.simulator.studies.gpu_networking.stages import (
     HOST_PUT_US,
     LINK_GBYTES_PER_S,
@@ -16,7 +17,6 @@ from coarse.simulator.studies.gpu_networking.stages import (
     SLIDE_59,
     ActiveMessage,
 )
-from coarse.simulator.events.tasks import Task
 
 US = 1e-6
 _BYTES_PER_S = 1e9

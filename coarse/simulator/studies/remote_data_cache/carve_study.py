@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from coarse.simulator.studies.remote_data_cache import comparisons
+from coarse.simulator.studies.remote_data_cache.accesses.workloads import OTHER_PARAMETERS, workload_table
 from coarse.simulator.studies.remote_data_cache.caches import traces
 from coarse.simulator.studies.remote_data_cache.claims import all_claims
 from coarse.simulator.studies.remote_data_cache.parameter_updates import update_table
@@ -24,7 +25,6 @@ from coarse.simulator.studies.remote_data_cache.systems import (
     REPLICATION,
     SOFTWARE,
 )
-from coarse.simulator.studies.remote_data_cache.accesses.workloads import OTHER_PARAMETERS, workload_table
 from coarse.simulator.studies.study import Comparison, Progress, StateTable, Study, StudyResult
 
 _SHOWN = (NUMA, MIGRATION, REPLICATION, SOFTWARE, HARDWARE, NO_COHERENCE, IDEAL)

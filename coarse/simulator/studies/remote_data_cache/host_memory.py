@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from coarse.simulator.studies.remote_data_cache.parameters import LINE_BYTES, Machine
 from coarse.simulator.studies.remote_data_cache.accesses.streams import Stream
+from coarse.simulator.studies.remote_data_cache.parameters import LINE_BYTES, Machine
 
 
 def waiting_seconds(stream: Stream, machine: Machine, share: float) -> NDArray[np.float64]:

@@ -5,9 +5,9 @@ The document counts in powers of two throughout: 1 GHz is 2**30 per second, and 
 
 from __future__ import annotations
 
-from coarse.simulator.studies.remote_data_cache.parameters import LINE_BYTES, Machine
 from coarse.simulator.studies.remote_data_cache.caches.protocol import RemoteCache
 from coarse.simulator.studies.remote_data_cache.caches.remote_cache import Coherence
+from coarse.simulator.studies.remote_data_cache.parameters import LINE_BYTES, Machine
 
 _HERTZ, _MEMORY, _LINK = 2.0**30, 2.0**40, 2.0**36  # of the clock, and bytes per second
 MICROSECOND, MILLISECOND = 2.0**-20, 2.0**-10

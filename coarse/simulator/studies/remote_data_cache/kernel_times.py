@@ -12,12 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coarse.simulator.events.engine import simulate
-from coarse.simulator.studies.remote_data_cache.caches.last_level_cache import CacheOutcome
-from coarse.simulator.studies.remote_data_cache.parameters import LINE_BYTES, Machine
-from coarse.simulator.studies.remote_data_cache.accesses.placement import Placement
-from coarse.simulator.studies.remote_data_cache.caches.remote_cache import RemoteOutcome
-from coarse.simulator.studies.remote_data_cache.accesses.streams import Stream
 from coarse.simulator.events.tasks import Task
+from coarse.simulator.studies.remote_data_cache.accesses.placement import Placement
+from coarse.simulator.studies.remote_data_cache.accesses.streams import Stream
+from coarse.simulator.studies.remote_data_cache.caches.last_level_cache import CacheOutcome
+from coarse.simulator.studies.remote_data_cache.caches.remote_cache import RemoteOutcome
+from coarse.simulator.studies.remote_data_cache.parameters import LINE_BYTES, Machine
 
 Amounts = NDArray[np.float64]
 

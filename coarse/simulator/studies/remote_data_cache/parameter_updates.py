@@ -12,8 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from coarse.simulator.studies.remote_data_cache.caches.remote_cache import Coherence, RemoteOutcome, with_cache
 from coarse.simulator.studies.remote_data_cache.accesses.streams import Stream
+from coarse.simulator.studies.remote_data_cache.caches.remote_cache import (
+    Coherence,
+    RemoteOutcome,
+    with_cache,
+)
 from coarse.simulator.studies.study import StateTable
 
 _NUM_GPUS, _NUM_LINES, _NUM_STEPS, _WARM_STEPS = 4, 4096, 24, 12

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from coarse.simulator.studies.remote_data_cache.accesses.sharing import Sharing, sharing_of
+from coarse.simulator.studies.remote_data_cache.accesses.workloads import WORKLOADS, Workload
 from coarse.simulator.studies.remote_data_cache.host_memory import waiting_seconds
 from coarse.simulator.studies.remote_data_cache.parameters import GIB, Machine
-from coarse.simulator.studies.remote_data_cache.accesses.sharing import Sharing, sharing_of
 from coarse.simulator.studies.remote_data_cache.systems import (
     HARDWARE,
     IDEAL,
@@ -24,7 +25,6 @@ from coarse.simulator.studies.remote_data_cache.systems import (
     geometric_mean,
     sized,
 )
-from coarse.simulator.studies.remote_data_cache.accesses.workloads import WORKLOADS, Workload
 from coarse.simulator.studies.study import Progress
 
 LINKS_GBYTES_PER_S: Sequence[float] = (32, 64, 128, 256)

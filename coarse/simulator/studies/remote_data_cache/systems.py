@@ -9,18 +9,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coarse.simulator.studies.remote_data_cache.accesses import placement
-from coarse.simulator.studies.remote_data_cache.kernel_times import Traffic, kernel_seconds, traffic_of
-from coarse.simulator.studies.remote_data_cache.caches.last_level_cache import CacheOutcome, last_level_hits
-from coarse.simulator.studies.remote_data_cache.parameters import GIB, Machine, scaled_lines
 from coarse.simulator.studies.remote_data_cache.accesses.placement import Placement
+from coarse.simulator.studies.remote_data_cache.accesses.streams import Stream
+from coarse.simulator.studies.remote_data_cache.accesses.workloads import Workload
+from coarse.simulator.studies.remote_data_cache.caches.last_level_cache import CacheOutcome, last_level_hits
 from coarse.simulator.studies.remote_data_cache.caches.remote_cache import (
     Coherence,
     RemoteOutcome,
     with_cache,
     without_cache,
 )
-from coarse.simulator.studies.remote_data_cache.accesses.streams import Stream
-from coarse.simulator.studies.remote_data_cache.accesses.workloads import Workload
+from coarse.simulator.studies.remote_data_cache.kernel_times import Traffic, kernel_seconds, traffic_of
+from coarse.simulator.studies.remote_data_cache.parameters import GIB, Machine, scaled_lines
 
 NUMA, MIGRATION, REPLICATION, IDEAL = "NUMA-GPU", "page migration", "read-only replication", "ideal"
 NO_COHERENCE, SOFTWARE, HARDWARE = "CARVE without coherence", "CARVE-SWC", "CARVE-HWC"

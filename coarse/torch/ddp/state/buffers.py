@@ -13,8 +13,8 @@ from coarse.errors import SyncTimeoutError
 from coarse.kernels import _native
 from coarse.schema import TensorSpec
 from coarse.session import AnyTensorGroup, Session
-from coarse.torch.gradients.paths import gpu_gradients
 from coarse.torch.gradients.layout import Packing, as_bytes, copy_all, num_bytes
+from coarse.torch.gradients.paths import gpu_gradients
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ from collections.abc import Collection, Sequence
 import torch
 
 from coarse.client.tensor_group import UpdateKind
-from coarse.torch.gradients.paths.gradient_path import GradientLayout, GradientPath
 from coarse.torch.gradients.layout import contiguous_strides, is_dense
+from coarse.torch.gradients.paths.gradient_path import GradientLayout, GradientPath
 from coarse.torch.optimizer.mirrored_parameters import MirroredParameters
 
 

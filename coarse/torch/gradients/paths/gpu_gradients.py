@@ -15,8 +15,8 @@ import torch
 from coarse.client.gpu.gpu_transfers import GpuTensor, GpuTransfers
 from coarse.client.tensor_group import TensorGroup, UpdateKind
 from coarse.kernels import _native
-from coarse.torch.gradients.paths.gradient_path import GradientLayout
 from coarse.torch.gradients.layout import slot_tensor
+from coarse.torch.gradients.paths.gradient_path import GradientLayout
 from coarse.torch.optimizer.mirrored_parameters import MirroredParameters
 
 logger = logging.getLogger(__name__)

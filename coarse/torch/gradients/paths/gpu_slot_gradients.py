@@ -8,9 +8,9 @@ import torch
 
 from coarse.client.tensor_group import TensorGroup, UpdateKind
 from coarse.kernels import _native
+from coarse.torch.gradients.layout import SlotViews, slot_tensor
 from coarse.torch.gradients.paths import gpu_gradients
 from coarse.torch.gradients.paths.gpu_gradients import GpuGradients
-from coarse.torch.gradients.layout import SlotViews, slot_tensor
 
 
 class GpuSlotGradients(GpuGradients):

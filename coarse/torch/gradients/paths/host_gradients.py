@@ -7,8 +7,8 @@ from collections.abc import Collection, Container, Sequence
 import torch
 
 from coarse.client.tensor_group import TensorGroup, UpdateKind
-from coarse.torch.gradients.paths.gradient_path import GradientLayout
 from coarse.torch.gradients.layout import SlotViews, slot_tensor
+from coarse.torch.gradients.paths.gradient_path import GradientLayout
 from coarse.torch.optimizer.mirrored_parameters import MirroredParameters
 
 

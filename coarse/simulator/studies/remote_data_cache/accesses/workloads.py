@@ -21,8 +21,8 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from coarse.simulator.studies.remote_data_cache.parameters import GIB, MIB, Machine, scaled_lines
 from coarse.simulator.studies.remote_data_cache.accesses.streams import Kernel, Lines
+from coarse.simulator.studies.remote_data_cache.parameters import GIB, MIB, Machine, scaled_lines
 from coarse.simulator.studies.study import StateTable
 
 Pattern = Callable[[int, np.random.Generator], Sequence[Kernel]]
