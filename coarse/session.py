@@ -509,10 +509,11 @@ class Session:
         Raises:
             SystemExit: If this worker is asked to leave; it has left then.
         """
-        if self.is_asked_to_leave:
+        if self._membership.notice.has_come:
             self.leave()
             raise SystemExit(0)
-        return self._membership.begin_step()
+        client = self._client.of_several()
+        return frozenset() if client is None else client.begin_step()
 
     @property
     def is_asked_to_leave(self) -> bool:
@@ -521,7 +522,7 @@ class Session:
         Never True where the job does not go on without lost workers (COARSE_MIN_WORKERS) or too few would be left:
         SIGTERM then ends the process at once, as does a second one.
         """
-        return self._membership.is_asked_to_leave
+        return self._membership.notice.has_come
 
     def leave(self) -> None:
         """Leaves a job in which the others go on. Call it between two steps, and end the process then. Idempotent.

@@ -31,10 +31,11 @@ class Membership:
         self.worker_state: Mapping[str, WorkerState] = {}
         """The `state` of join_training()."""
         may_leave = weakref.WeakMethod(self._may_leave)  # the notice must not keep the session alive
-        self._notice = TerminationNotice(
+        self.notice = TerminationNotice(
             lambda: (may := may_leave()) is not None and may(),
             lambda: tell_launcher(notes_pipe(), {"is_leaving": rank}),
         )
+        """SIGTERM, which asks this worker to leave."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -68,25 +69,15 @@ class Membership:
         client.join_training()
         return client.num_begun_steps
 
-    def begin_step(self) -> frozenset[int]:
-        """Begins a step; returns the ranks of the workers that take part from this one on."""
-        client = self._client.of_several()
-        return frozenset() if client is None else client.begin_step()
-
     def heed_notices(self) -> None:
         """From now on, SIGTERM asks this worker to leave, if the others can go on without it."""
         if self._least_workers:
-            self._notice.open()
+            self.notice.open()
 
     def heed_notices_from_entry(self) -> None:
         """Does so once this newcomer takes part in the training."""
         heed_notices = weakref.WeakMethod(self.heed_notices)
         self._client.linked().on_entry(lambda: (heed := heed_notices()) is not None and heed())
-
-    @property
-    def is_asked_to_leave(self) -> bool:
-        """Session.is_asked_to_leave."""
-        return self._notice.has_come
 
     def announce_departure(self) -> bool:
         """Tells the launcher that this worker leaves early; returns whether there is a job that it can leave.
@@ -103,13 +94,13 @@ class Membership:
                 "they go on without it; or give every worker the same number of steps, and call close()"
             )
         steps = client.num_steps
-        tell_launcher(notes_pipe(), {"left": self._rank, "step": steps, "is_asked": self.is_asked_to_leave})
+        tell_launcher(notes_pipe(), {"left": self._rank, "step": steps, "is_asked": self.notice.has_come})
         logger.info("[w%d] leaves at step %d", self._rank, steps)
         return True
 
     def close(self) -> None:
-        """Heeds no notice any more. Idempotent."""
-        self._notice.close()
+        """Gives SIGTERM its usual effect back. Idempotent."""
+        self.notice.close()
 
     def _may_leave(self) -> bool:
         client = self._client.if_open

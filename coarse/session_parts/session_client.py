@@ -29,6 +29,8 @@ class SessionClient:
     def __init__(self, rank: int, client: AnyClient) -> None:
         self._rank = rank
         self._client: AnyClient | None = client
+        self.metrics: MetricsWriter = client.metrics
+        """Counts events of this worker; counts nothing after close()."""
 
     def any(self) -> AnyClient:
         """The client of a job of any size.
@@ -37,7 +39,7 @@ class SessionClient:
             SessionClosedError: After close().
         """
         if self._client is None:
-            raise SessionClosedError(f"worker {self._rank}: the session is closed")
+            raise self._closed()
         return self._client
 
     def of_several(self) -> Client | None:
@@ -46,8 +48,9 @@ class SessionClient:
         Raises:
             SessionClosedError: After close().
         """
-        client = self.any()
-        return client if isinstance(client, Client) else None
+        if self._client is None:
+            raise self._closed()
+        return self._client if isinstance(self._client, Client) else None
 
     def linked(self) -> Client:
         """The client of a job of several workers.
@@ -71,14 +74,13 @@ class SessionClient:
         """Whether close() was called."""
         return self._client is None
 
-    @property
-    def metrics(self) -> MetricsWriter:
-        """Counts events of this worker; counts nothing after close()."""
-        return MetricsWriter() if self._client is None else self._client.metrics
-
     def close(self, *, is_finished: bool, leaves_early: bool) -> None:
         """Closes the client, as Client.close(). Idempotent."""
         client, self._client = self._client, None
+        self.metrics = MetricsWriter()
         if client is not None:
             client.close(is_finished=is_finished, leaves_early=leaves_early)
             _native.cuda_unmap_unused()
+
+    def _closed(self) -> SessionClosedError:
+        return SessionClosedError(f"worker {self._rank}: the session is closed")
