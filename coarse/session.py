@@ -12,6 +12,7 @@ import numpy as np
 from coarse.arrays import AnyArray, HostValues
 from coarse.client.async_reducer import AsyncReducer
 from coarse.client.link_probes import LinkProbes
+from coarse.client.membership.members import WorldChange
 from coarse.client.memory.parameter_storage import StorageSnapshot
 from coarse.client.memory.stored_value import StoredValue
 from coarse.client.tensor_group import TensorGroup
@@ -148,6 +149,7 @@ class Session:
         name: str,
         specs: Sequence[TensorSpec],
         *,
+        are_gradients: bool = False,
         on_host: bool = False,
         gpu: str = "",
         memory: WorkerMemory = EAGER,
@@ -157,6 +159,7 @@ class Session:
         Args:
             name: Name of the tensor group.
             specs: One for each tensor.
+            are_gradients: Whether COARSE_NODE_COMPRESSION may round float32 means on their way between nodes.
             on_host, gpu, memory: As for Client.register().
 
         Raises:
@@ -165,12 +168,19 @@ class Session:
             ValueError: If `specs` is empty or contains a name twice.
         """
         check_specs(name, specs)
-        check_specs(name, specs)
         client = self._client.of_several()
         if client is None:
             return self._client.any().register(name, specs)
         is_open = self._plan.may_reduce_on_host
-        group = client.register(name, specs, is_open=is_open, on_host=on_host, gpu=gpu, memory=memory)
+        group = client.register(
+            name,
+            specs,
+            are_gradients=are_gradients,
+            is_open=is_open,
+            on_host=on_host,
+            gpu=gpu,
+            memory=memory,
+        )
         if not on_host:
             self._plan.watch(self, group, gpu)
         return group
@@ -453,8 +463,14 @@ class Session:
         """
         return self._membership.ranks
 
-    def on_change(self, callback: Callable[[tuple[int, ...]], object]) -> None:
-        """Calls back with `members` when they change: after the same step on all workers, in the training thread."""
+    def on_change(self, callback: Callable[[WorldChange], object]) -> None:
+        """Calls back when `members` change: after the same step on all workers, in the training thread.
+
+        A new worker is not called for its own entry: `members` is the world in which it begins.
+
+        Args:
+            callback: Is told the ranks before and after, `change.old` and `change.new`.
+        """
         self._membership.on_change(callback)
 
     def on_newcomers(self, callback: Callable[[frozenset[int]], object]) -> None:
@@ -463,6 +479,10 @@ class Session:
         Before on_change(), and also if a newcomer has the rank of a worker that was lost within the same step.
         """
         self._membership.on_newcomers(callback)
+
+    def on_leave(self, callback: Callable[[], object]) -> None:
+        """Calls back in leave(), while this worker is still connected."""
+        self._membership.on_leave(callback)
 
     @property
     def is_newcomer(self) -> bool:

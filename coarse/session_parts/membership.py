@@ -6,6 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable, Mapping
 
+from coarse.client.membership.members import WorldChange
 from coarse.client.membership.termination_notice import TerminationNotice
 from coarse.env import notes_pipe
 from coarse.session_parts.session_client import SessionClient
@@ -30,6 +31,7 @@ class Membership:
         self._client = client
         self.worker_state: Mapping[str, WorkerState] = {}
         """The `state` of join_training()."""
+        self._on_leave: list[Callable[[], object]] = []
         may_leave = weakref.WeakMethod(self._may_leave)  # the notice must not keep the session alive
         self.notice = TerminationNotice(
             lambda: (may := may_leave()) is not None and may(),
@@ -43,7 +45,7 @@ class Membership:
         client = self._client.of_several()
         return (self._rank,) if client is None else client.members.ranks
 
-    def on_change(self, callback: Callable[[tuple[int, ...]], object]) -> None:
+    def on_change(self, callback: Callable[[WorldChange], object]) -> None:
         """Session.on_change()."""
         if client := self._client.of_several():
             client.members.on_change(callback)
@@ -52,6 +54,10 @@ class Membership:
         """Session.on_newcomers()."""
         if client := self._client.of_several():
             client.members.on_newcomers(callback)
+
+    def on_leave(self, callback: Callable[[], object]) -> None:
+        """Session.on_leave()."""
+        self._on_leave.append(callback)
 
     @property
     def is_newcomer(self) -> bool:
@@ -93,6 +99,8 @@ class Membership:
                 f"worker {self._rank} cannot leave early: the others need it. Set COARSE_MIN_WORKERS, and "
                 "they go on without it; or give every worker the same number of steps, and call close()"
             )
+        for callback in self._on_leave:
+            callback()
         steps = client.num_steps
         tell_launcher(notes_pipe(), {"left": self._rank, "step": steps, "is_asked": self.notice.has_come})
         logger.info("[w%d] leaves at step %d", self._rank, steps)

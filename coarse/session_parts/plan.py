@@ -19,7 +19,7 @@ from coarse.status.launcher_notes import tell_launcher
 from coarse.status.responder import Report
 from coarse.tuning.step_planning import StepPlanning
 from coarse.tuning.tuned_session import TunedSession
-from coarse.wire.algorithms import describe_algorithm
+from coarse.wire.algorithms import describe_algorithm, describe_compression
 
 if TYPE_CHECKING:  # slow to import
     from coarse.profiler.profile import Profile
@@ -71,7 +71,9 @@ class SessionPlan:
         # Dual synchronisation also considers sync cores, which firmware data does not describe.
         self._steps = StepPlanning(session, client.table, profile=measured, plan=plan)
         algorithm = describe_algorithm(self._settings, node.table, num_nodes=node.nodes.num_nodes)
-        self._decisions = (*plan.decisions, algorithm, *self._steps.check())
+        compression = describe_compression(self._settings, num_nodes=node.nodes.num_nodes)
+        choices = (each for each in (algorithm, compression) if each)
+        self._decisions = (*plan.decisions, *choices, *self._steps.check())
         if rank == node.ranks[0]:
             for decision in self._decisions:
                 logger.info("[w%d] %s", rank, decision)
@@ -102,7 +104,8 @@ class SessionPlan:
         size = f"{sum(map(len, nodes.ranks)) - len(nodes.vacant)} workers on {nodes.num_nodes} node(s)"
         memories = ", ".join(f"md{device} in {memory}" for device, memory in enumerate(table.memories))
         links, *_ = self._decisions
-        decided = [each for each in self._decisions if each.startswith(("algorithm:", "shards "))]
+        told = ("algorithm:", "compression between nodes:", "shards ")
+        decided = [each for each in self._decisions if each.startswith(told)]
         lines = [
             f"job {job_id(job)}: {size}, {memories}",
             links,

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from coarse.client.members import WorldChange
+from coarse.client.membership.members import WorldChange
 from coarse.env import invitation
 from coarse.errors import SyncTimeoutError
 from coarse.session import Session

@@ -28,7 +28,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import coarse.torch
-from coarse.client.members import WorldChange
+from coarse.client.membership.members import WorldChange
 
 NUM_SAMPLES, BATCH, LOST, MANY = 500, 4, 1, 10_000
 FOLDER, MODE, NUM_LOADERS = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])

@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import coarse.torch
-from coarse.client.members import WorldChange
+from coarse.client.membership.members import WorldChange
 
 NUM_SAMPLES, BATCH, GLOBAL_BATCH, EPOCHS = 102, 3, 9, 2
 LOST, LOST_STEP, LAST_STEPS, MANY = 1, 5, 10, 10_000

@@ -36,7 +36,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR
 
 import coarse.torch
-from coarse.client.members import WorldChange
+from coarse.client.membership.members import WorldChange
 from coarse.session import Session
 
 BATCH, LAST_STEPS, MOST_STEPS = 4, 5, 6_000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coarse.client.members import Members, WorldChange
+from coarse.client.membership.members import Members, WorldChange
 
 
 @pytest.fixture

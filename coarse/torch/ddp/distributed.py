@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.utils import _to_kwargs
 
-from coarse.client.members import WorldChange
+from coarse.client.membership.members import WorldChange
 from coarse.env import WorkerIdentity
 from coarse.errors import SessionClosedError, SyncTimeoutError
 from coarse.session import AnyTensorGroup, Session
