@@ -55,8 +55,10 @@ class Session:
         self._services = start.services
         self._services.close_with(self)
         self._client = SessionClient(self.identity.rank, client)
-        self._membership = Membership(self.identity.rank, self.settings.least_workers, self._client)
         self._node = started.node
+        self._membership = Membership(
+            self.identity.rank, self.settings.least_workers, self._client, self.node_workers
+        )
         self._plan = SessionPlan(self.settings, self._client, self._node)
         self._pid = os.getpid()
         self.invitation: Invitation | None = None

@@ -231,6 +231,7 @@ def _run(arguments: argparse.Namespace, master_port: MasterPort) -> int:
             command=command,
             environments=environments,
             min_workers=settings.least_workers,
+            has_other_nodes=arguments.nnodes > 1,
             replaces_workers=settings.on_loss == "replace",
             takes_workers=settings.replaces_workers,
             num_vacant=len(environments) - arguments.num_workers,

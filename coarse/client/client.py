@@ -29,6 +29,7 @@ from coarse.client.node_agreement import NodeAgreement
 from coarse.client.registered_groups import RegisteredGroups
 from coarse.client.tensor_group import TensorGroup
 from coarse.emulation.machine import Emulation
+from coarse.env import notes_pipe
 from coarse.errors import (
     CoarseError,
     ForkedSessionError,
@@ -47,6 +48,7 @@ from coarse.profiler.link_plan import DEFAULT_SHARD_BYTES
 from coarse.profiler.routing import RoutingTable
 from coarse.schema import TensorSpec
 from coarse.settings import Settings
+from coarse.status.launcher_notes import tell_launcher
 from coarse.status.processes import describe_process, is_stopped
 from coarse.wire.algorithms import (
     DIRECT,
@@ -140,6 +142,9 @@ class Client:
         """The workers of the session that go on."""
         self.may_lose_workers = settings.least_workers > 0
         """Whether the session goes on without lost workers."""
+        num_ranks = len(ranks) + len(agreement.ranks_elsewhere)
+        self.num_ranks = num_ranks if self.may_lose_workers and self.has_other_nodes else 0
+        """Workers of all nodes, if there are several and they go on without lost ones; else 0."""
         self.table = table
         self.emulation = emulation
         local_device = table.local_device(number)
@@ -199,6 +204,7 @@ class Client:
     ) -> FailureDetector:
         # It lives as long as this object and must not keep it alive.
         has_gpu_tensors = weakref.WeakMethod(self._has_gpu_tensors)
+        rank = self.rank
         return FailureDetector(
             rank=self.rank,
             connections=self._connections,
@@ -208,6 +214,7 @@ class Client:
             kill_silent=kill_silent,
             has_gpu_tensors=lambda: (has_any := has_gpu_tensors()) is not None and has_any(),
             replicas=self._settings.replicas,
+            on_end=lambda: tell_launcher(notes_pipe(), {"over": rank}),
         )
 
     def _log_late_waits(self) -> None:
@@ -245,7 +252,11 @@ class Client:
         """The progress of a tensor that all workers of this node have pushed, in words."""
         if not self._ranks_elsewhere:
             return "being reduced"
-        here, elsewhere = (", ".join(map(str, ranks)) for ranks in (self.ranks, self._ranks_elsewhere))
+        members = {*self.members.ranks}
+        here, elsewhere = (
+            ", ".join(str(rank) for rank in ranks if rank in members)
+            for ranks in (self.ranks, self._ranks_elsewhere)
+        )
         return f"pushed by worker(s) {here}; not pushed by, or not received from, {elsewhere}"
 
     def adopt_plan(self, table: RoutingTable, shard_bytes: int) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
-from coarse.errors import CoarseError, SyncTimeoutError, WorkerLostError, told_error
+from coarse.errors import CoarseError, RendezvousError, SyncTimeoutError, WorkerLostError, told_error
 from coarse.process.late_notice import LateNotice
 from coarse.rendezvous.workers import NodeMap
 from coarse.store import Store
 from coarse.wire.registration import GroupSchema, check_agreement
+
+_T = TypeVar("_T")
 
 logger = logging.getLogger(__name__)
 
@@ -31,10 +35,19 @@ class NodeAgreement:
         store: The session's store; None in a job of one node, which does not use it.
         timeout_s: How long to wait for other nodes.
         warn_after_s: Seconds before the wait is logged; 0 disables logging.
+        may_lose_workers: Whether the session goes on without lost workers. Then all workers of a node publish
+            the same, because any of them may be lost.
     """
 
     def __init__(
-        self, rank: int, nodes: NodeMap, store: Store | None, *, timeout_s: float, warn_after_s: float = 0.0
+        self,
+        rank: int,
+        nodes: NodeMap,
+        store: Store | None,
+        *,
+        timeout_s: float,
+        warn_after_s: float = 0.0,
+        may_lose_workers: bool = False,
     ) -> None:
         self._rank = rank
         self._nodes = nodes
@@ -42,6 +55,7 @@ class NodeAgreement:
         self._store = store
         self._timeout_s = timeout_s
         self._warn_after_s = warn_after_s
+        self._may_lose_workers = may_lose_workers
 
     @property
     def num_nodes(self) -> int:
@@ -86,9 +100,10 @@ class NodeAgreement:
             self._publish(group, {"error": type(error).__name__, "text": str(error)})
 
     def _publish(self, group: int, message: dict[str, object]) -> None:
-        if self._rank == self._nodes.ranks[self._node][0]:
+        if self._may_lose_workers or self._rank == self._nodes.ranks[self._node][0]:
             assert self._store is not None
-            self._store.set(f"group/{group}/{self._node}", json.dumps(message).encode())
+            store, value = self._store, json.dumps(message).encode()
+            self._ask(lambda: store.set(f"group/{group}/{self._node}", value))
 
     def _schema(
         self, group: int, node: int, own: GroupSchema, departed: Callable[[], set[int]]
@@ -104,12 +119,14 @@ class NodeAgreement:
         deadline = time.monotonic() + self._timeout_s
         leader = self._nodes.ranks[node][0]
         has_left = False
+        assert self._store is not None
+        store, key = self._store, f"group/{group}/{node}"
         notice = LateNotice(self._warn_after_s, lambda waited_s: self._tell_late(waited_s, node, name))
         while True:
             notice.look()
-            assert self._store is not None
+            patience_s = 0.0 if has_left else _LOOK_INTERVAL_S
             try:
-                return self._store.get(f"group/{group}/{node}", 0.0 if has_left else _LOOK_INTERVAL_S)
+                return self._ask(functools.partial(store.get, key, patience_s))
             except TimeoutError:
                 pass
             if has_left:
@@ -124,6 +141,21 @@ class NodeAgreement:
                     f"it within {self._timeout_s:.1f} s. A worker that has not reached this point blocks all "
                     "others."
                 )
+
+    def _ask(self, ask: Callable[[], _T]) -> _T:
+        """Asks the store, which worker 0 serves, and which may be lost with it."""
+        try:
+            return ask()
+        except TimeoutError:
+            raise
+        except (RendezvousError, RuntimeError, OSError) as error:  # those of all frameworks' stores
+            if not self._may_lose_workers:
+                raise
+            raise WorkerLostError(
+                f"worker {self._rank}: nodes compare what they register in the job's store, which cannot be reached "
+                f"({error}). It is lost with worker 0. Build models and optimizers before the first step, or start "
+                "the job again"
+            ) from error
 
     def _tell_late(self, waited_s: float, node: int, name: str) -> None:
         logger.warning(

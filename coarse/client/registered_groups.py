@@ -102,7 +102,7 @@ class RegisteredGroups:
             send_to_all(self._connections, {"type": "unregister", "group": group})
             raise
         num_clients = len(client.ranks)
-        plan = schema.native_plan(group, num_clients)
+        plan = schema.native_plan(group, num_clients, client.num_ranks)
         if CONTROL not in shared:
             shared = _memory_of_released(schema, plan)
         partition = schema.partition()
@@ -271,7 +271,7 @@ def _memory_of_released(schema: GroupSchema, plan: _native.GroupPlan) -> dict[st
             f"{schema.name}: the others have moved these parameters again since they started, as "
             "add_param_group() does; a newcomer cannot follow that"
         )
-    control_bytes = _native.group_control_bytes(plan.num_shards, plan.num_clients)
+    control_bytes = _native.group_control_bytes(plan.num_shards, plan.num_clients, plan.num_ranks)
     sizes = {CONTROL: control_bytes, SLOTS: plan.client_bytes}
     return {
         name: Segment(_native.create_sparse_sealed_memory(f"{name} of {schema.name}", size), size)

@@ -119,6 +119,10 @@ class GroupClient(Waiter, HomeDevice, Protocol):
     def has_other_nodes(self) -> bool:
         """Whether some workers of the session are on other nodes."""
 
+    @property
+    def num_ranks(self) -> int:
+        """Workers of all nodes, if there are several and they go on without lost ones; else 0."""
+
     def describe_device(self, device: int) -> str:
         """A memory device of this node, in words."""
 
@@ -518,9 +522,7 @@ class TensorGroup:
         timeout_s = timeout_s or self._client.timeout_s
         self.check(self._native.pull_all(self.id, timeout_s), timeout_s=timeout_s)
         if self._client.may_lose_workers:
-            self._client.members.remove(
-                {self._client.ranks[each] for each in self._native.stand_ins(self.id)}
-            )
+            self._client.members.remove(self._lost_ranks())
         self.num_steps += not self._continues_step
         self._continues_step = False
         contributors = self._native.all_contributors(self.id)
@@ -529,6 +531,12 @@ class TensorGroup:
         if self._on_step is not None:
             self._on_step(contributors)
         return contributors
+
+    def _lost_ranks(self) -> set[int]:
+        """Workers that were lost before they contributed to the first tensor, which was pulled; equal on all."""
+        if self._client.num_ranks:
+            return set(self._native.absent_ranks(self.id))
+        return {self._client.ranks[each] for each in self._native.stand_ins(self.id)}
 
     def continue_step(self) -> None:
         """Says that the next pull_all() is for updates by means that one has pulled already: both are of one step."""

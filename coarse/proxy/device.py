@@ -37,12 +37,14 @@ from coarse.proxy.storage_service import StorageService
 from coarse.proxy.workers import WorkerConnection, Workers
 from coarse.wire.device_job import HOME_DEVICE, DeviceJob
 from coarse.wire.failure_messages import (
+    LEFT,
     Failure,
     WorkerLoss,
     device_died,
     device_failed,
     device_silent,
     device_unready,
+    node_without_workers,
     too_few_workers,
     training_over,
     worker_died,
@@ -122,7 +124,7 @@ class MemoryDevice:
         self._has_shared = False
         self._endpoint: MetricsEndpoint | None = None
         self._has_told_of_nccl = False
-        self._other_nodes = OtherNodes(job, self._peers.tell, self._abort, reconnect)
+        self._other_nodes = OtherNodes(job, self._peers.tell, self._abort, reconnect, self._lose_elsewhere)
         self.lost: set[int] = set()
         """Other devices that have ended; set by run()."""
         self.replaced: dict[int, int] = {}
@@ -527,19 +529,17 @@ class MemoryDevice:
         if not self._goes_on_without(worker, fate):
             return
         self._contents.failures["worker_lost"] += 1
-        if self._job.is_home:
-            loss, num_left = self._membership.losses[-1], self._membership.num_left
-            logger.warning("[md%s] %s. The other %s go on", self._job.device, loss, num_left)
+        self._tell_who_goes_on(self._membership.losses[-1])
         self._workers.await_end(worker, lambda: self._bury_member(worker))
 
     def _part_with(self, worker: WorkerConnection) -> None:
         """Goes on without a worker that leaves as planned, at once: it has said that it pushes nothing more."""
-        if self._goes_on_without(worker, "left"):
+        if self._goes_on_without(worker, LEFT):
             self._workers.forget(worker)
             self._bury_member(worker)
 
     def _goes_on_without(self, worker: WorkerConnection, fate: str) -> bool:
-        """Notes the loss of a worker; ends the session, and returns False, if too few are left."""
+        """Notes the loss of a worker on all nodes; ends the session, and returns False, if too few are left."""
         assert self._data_path.proxy is not None
         loss = WorkerLoss(
             rank=self._job.rank(worker.client),
@@ -548,12 +548,34 @@ class MemoryDevice:
             last_step=self._data_path.proxy.last_step(worker.client),
             lost_at=time.strftime("%H:%M:%S"),
         )
-        members = self._membership
-        members.lose(worker.client, loss)
-        if not members.are_enough:
-            self._abort(too_few_workers(members.losses, members.num_left, self._job.min_workers))
+        self._membership.lose(worker.client, loss)
+        self._data_path.proxy.lose_worker(worker.client, loss.to_node())
+        if failure := self._shortage():
+            self._abort(failure)
             self._leave(worker)
-        return members.are_enough
+        return failure is None
+
+    def _shortage(self) -> Failure | None:
+        """Why those that are left cannot go on without the lost workers; None if they can."""
+        members = self._membership
+        if not members.are_enough:
+            return too_few_workers(members.losses, members.num_left, self._job.min_workers)
+        if self._job.num_nodes > 1 and members.is_node_empty:
+            return node_without_workers(self._job, members.losses)
+        return None
+
+    def _lose_elsewhere(self, loss: WorkerLoss) -> None:
+        """Goes on without a worker of another node, unless too few are left on all nodes."""
+        if not self._membership.lose_elsewhere(loss) or not self._can_go_on:
+            return
+        if failure := self._shortage():
+            self._abort(failure)
+        else:
+            self._tell_who_goes_on(loss)
+
+    def _tell_who_goes_on(self, loss: WorkerLoss) -> None:
+        if self._job.is_home and not loss.is_departure:
+            logger.warning("[md%s] %s. The other %s go on", self._job.device, loss, self._membership.num_left)
 
     def _bury_member(self, worker: WorkerConnection) -> None:
         """Takes the last contributions of a worker that pushes nothing more."""

@@ -1,4 +1,4 @@
-"""Lost workers of a node, without which the others go on, and newcomers (docs/design/membership.md)."""
+"""Lost workers, without which the others go on, and newcomers (docs/design/membership.md)."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ class Membership:
         self._losses: dict[int, WorkerLoss] = {}
         self._unused = set(job.vacant)  # clients that never had a worker
         self._replaced: list[WorkerLoss] = []
+        self._elsewhere: dict[int, WorkerLoss] = {}  # of other nodes, by rank
         # Devices, by client and process; others may know of a loss before this one.
         self._drained: dict[tuple[int, int], set[int]] = {}
         self._newcomers: dict[int, str] = {}
@@ -37,23 +38,34 @@ class Membership:
 
     @property
     def losses(self) -> tuple[WorkerLoss, ...]:
-        """All losses; those whose places have a member again come first."""
-        return (*self._replaced, *self._losses.values())
+        """All losses of all nodes; those whose places have a member again come first, then other nodes'."""
+        return (*self._replaced, *self._elsewhere.values(), *self._losses.values())
 
     @property
     def num_left(self) -> int:
-        """Members of the node that are not lost."""
-        return self._job.num_clients - len(self.lost)
+        """Members of all nodes that are not lost."""
+        return self._job.num_workers - len(self.lost) - len(self._elsewhere)
 
     @property
     def are_enough(self) -> bool:
-        """Whether those that are left may go on."""
+        """Whether enough workers are left on all nodes."""
         return self.num_left >= self._job.min_workers
+
+    @property
+    def is_node_empty(self) -> bool:
+        """Whether all workers of this node are lost."""
+        return len(self.lost) == self._job.num_clients
 
     def lose(self, client: int, loss: WorkerLoss) -> None:
         """Notes that a worker is lost."""
         self._entering.discard(client)
         self._losses[client] = loss
+
+    def lose_elsewhere(self, loss: WorkerLoss) -> bool:
+        """Notes the loss of a worker of another node; returns False if it was known."""
+        is_new = loss.rank not in self._elsewhere
+        self._elsewhere[loss.rank] = loss
+        return is_new
 
     def pid(self, client: int) -> int:
         """The process of the lost worker of a place; 0 if there was none."""

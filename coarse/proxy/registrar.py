@@ -329,7 +329,7 @@ class Registrar:
         plan = schema.partition()
         if self._job.is_home:
             self._reserve_log(registration, plan)
-        native_plan = schema.native_plan(registration.group, self._job.num_clients)
+        native_plan = schema.native_plan(registration.group, self._job.num_clients, self._job.num_ranks)
         shared = {}
         if self._job.is_home:
             if (kept := self._kept.find(schema)) is not None:
@@ -452,7 +452,9 @@ class Registrar:
                 compression=self._job.compression_number,
             )
             allocated[NODE] = self._sent_from.allocate(f"{NODE} of {schema.name}", node_bytes)
-        control_bytes = _native.group_control_bytes(plan.num_shards, self._job.num_clients)
+        control_bytes = _native.group_control_bytes(
+            plan.num_shards, self._job.num_clients, self._job.num_ranks
+        )
         allocated[CONTROL] = self._memory.allocate_host(f"{CONTROL} of {schema.name}", control_bytes)
         if self._undoes(schema):
             undo_bytes = {UNDO_PARAMETERS: plan.parameter_bytes, UNDO_STATES: plan.kept_bytes}
@@ -573,7 +575,7 @@ class Registrar:
         shared, schema = self._used_of(registration), registration.schema
         if schema.is_boundary:
             proxy.set_boundary(registration.group)
-        plan = schema.native_plan(registration.group, self._job.num_clients)
+        plan = schema.native_plan(registration.group, self._job.num_clients, self._job.num_ranks)
         versions = self._add_snapshots(registration, plan)
         updates = registration.recovered
         proxy.add_group(

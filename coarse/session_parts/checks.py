@@ -114,10 +114,15 @@ def check_losses(settings: Settings, *, num_workers: int, num_nodes: int, is_of_
             f"COARSE_MAX_WORKERS={settings.max_workers}, but the job starts with {num_workers} workers; raise it, or "
             "start fewer"
         )
-    if num_nodes > 1:
+    if num_nodes > 1 and settings.replaces_workers:
         raise RendezvousError(
-            f"a job goes on without lost workers within one node only, but this one has {num_nodes} nodes; unset "
-            "COARSE_MIN_WORKERS"
+            f"workers can join a job of one node only, but this one has {num_nodes} nodes; unset "
+            "COARSE_MAX_WORKERS, and set COARSE_ON_LOSS=continue to go on without lost workers"
+        )
+    if num_nodes == num_workers > 1:
+        raise RendezvousError(
+            f"each of the {num_nodes} nodes has one worker, and memory devices end with the last worker of their "
+            "node, so a job cannot go on without any; start two or more on a node, or unset COARSE_MIN_WORKERS"
         )
     if is_of_torchrun:
         raise RendezvousError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from coarse.client.membership.members import WorldChange
 from coarse.client.membership.termination_notice import TerminationNotice
@@ -23,10 +23,14 @@ class Membership:
         rank: Rank of this worker.
         least_workers: Workers without whom the job does not go on; 0 if it needs all of them.
         client: The session's client.
+        node_ranks: Ranks of the workers of this node.
     """
 
-    def __init__(self, rank: int, least_workers: int, client: SessionClient) -> None:
+    def __init__(
+        self, rank: int, least_workers: int, client: SessionClient, node_ranks: Sequence[int]
+    ) -> None:
         self._rank = rank
+        self._node_ranks = frozenset(node_ranks)
         self._least_workers = least_workers
         self._client = client
         self.worker_state: Mapping[str, WorkerState] = {}
@@ -112,4 +116,7 @@ class Membership:
 
     def _may_leave(self) -> bool:
         client = self._client.if_open
-        return client is not None and len(client.members.ranks) > self._least_workers
+        if client is None or len(client.members.ranks) <= self._least_workers:
+            return False
+        is_alone = self._node_ranks & {*client.members.ranks} == {self._rank}
+        return not (is_alone and client.has_other_nodes)  # whose memory devices end with it

@@ -348,7 +348,12 @@ def open_client(
         pace=choose_pace(settings, node.table.num_devices, len(node.ranks)),
         names=names,
         agreement=NodeAgreement(
-            rank, node.nodes, store, timeout_s=settings.timeout_s, warn_after_s=settings.warn_after_s
+            rank,
+            node.nodes,
+            store,
+            timeout_s=settings.timeout_s,
+            warn_after_s=settings.warn_after_s,
+            may_lose_workers=settings.least_workers > 0,
         ),
         fate_of_device=_died if node.processes is None else node.processes.fate,
         kill_silent=_killer(node, connections) if number == 0 else _leave_to_leader,

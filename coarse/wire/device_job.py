@@ -154,6 +154,16 @@ class DeviceJob:
         """Nodes of the job."""
         return len(self.nodes)
 
+    @property
+    def num_workers(self) -> int:
+        """Workers of all nodes, with vacant places."""
+        return sum(map(len, self.nodes))
+
+    @property
+    def num_ranks(self) -> int:
+        """The same, if there are several nodes and they go on without lost workers; else 0."""
+        return self.num_workers if self.min_workers and self.num_nodes > 1 else 0
+
     def local_device(self, client: int) -> int:
         """The device that serves a worker."""
         return next(device for device, clients in enumerate(self.clients_of) if client in clients)

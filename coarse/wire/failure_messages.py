@@ -5,13 +5,21 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 
 from coarse.errors import CoarseError
 from coarse.wire.device_job import DeviceJob
 from coarse.wire.messages import Message, int_field
 
 _MOST_CHARACTERS_BETWEEN_NODES = 4000  # frames between nodes are limited
+
+LEFT = "left"
+"""WorkerLoss.fate of a worker that has left as planned."""
+
+_AFTER_A_LOSS = (
+    "Parameters are those of the last step that every worker finished. Start the job again from these or from your "
+    "last checkpoint."
+)
 
 
 def after_a_failure(replicas: int) -> str:
@@ -187,20 +195,58 @@ class WorkerLoss:
             f"{self.last_step}"
         )
 
+    @property
+    def is_departure(self) -> bool:
+        """Whether the worker has left as planned."""
+        return self.fate == LEFT
+
+    def to_node(self) -> str:
+        """The text form for other nodes."""
+        return json.dumps(asdict(replace(self, fate=self.fate[:_MOST_CHARACTERS_BETWEEN_NODES])))
+
+    @classmethod
+    def from_node(cls, rank: int, text: str) -> WorkerLoss:
+        """Reads a loss that another node has reported."""
+        try:
+            told = json.loads(text)
+            pid, last_step = int(told["pid"]), int(told["last_step"])
+            return cls(
+                rank=rank, pid=pid, fate=str(told["fate"]), last_step=last_step, lost_at=str(told["lost_at"])
+            )
+        except (ValueError, TypeError, KeyError):
+            return cls(rank=rank, pid=0, fate=f"was lost: {text}", last_step=0, lost_at="an unknown time")
+
+
+def _in_words(losses: Sequence[WorkerLoss]) -> str:
+    return ". Then ".join(map(str, losses))
+
 
 def too_few_workers(losses: Sequence[WorkerLoss], num_left: int, min_workers: int) -> Failure:
     """Fewer workers are left than suffice to go on.
 
     Args:
-        losses: All losses, in their order.
+        losses: All losses.
         num_left: Workers that are not lost.
         min_workers: Workers that suffice.
     """
     return Failure(
         error="WorkerLostError",
-        text=f"{'. Then '.join(map(str, losses))}. {num_left} worker(s) are left, and "
-        f"COARSE_MIN_WORKERS={min_workers}. Parameters are those of the last step that every worker "
-        "finished. Start the job again from these or from your last checkpoint.",
+        text=f"{_in_words(losses)}. {num_left} worker(s) are left, and COARSE_MIN_WORKERS={min_workers}. "
+        f"{_AFTER_A_LOSS}",
+    )
+
+
+def node_without_workers(job: DeviceJob, losses: Sequence[WorkerLoss]) -> Failure:
+    """All workers of this node are lost, and its memory devices end with the last one.
+
+    Args:
+        job: The device's place in the session.
+        losses: All losses.
+    """
+    return Failure(
+        error="WorkerLostError",
+        text=f"{_in_words(losses)}. No worker is left on {name_of_node(job, job.node)}, and the other nodes need "
+        f"its memory devices. {_AFTER_A_LOSS}",
     )
 
 

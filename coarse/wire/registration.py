@@ -129,8 +129,14 @@ class GroupSchema:
             small_first=bool(self.routes),
         )
 
-    def native_plan(self, group: int, num_clients: int) -> _native.GroupPlan:
-        """The layout for the data path."""
+    def native_plan(self, group: int, num_clients: int, num_ranks: int = 0) -> _native.GroupPlan:
+        """The layout for the data path.
+
+        Args:
+            group: Number of the group.
+            num_clients: Workers of the node.
+            num_ranks: Workers of all nodes, if there are several and they go on without lost ones; else 0.
+        """
         plan = self.partition()
         shards = [
             (
@@ -152,6 +158,7 @@ class GroupSchema:
             num_states=-1 if self.state_names is None else len(self.state_names),
             row_elements=[spec.row_elements for spec in self.specs] if self.has_tables else [],
             are_gradients=self.are_gradients,
+            num_ranks=num_ranks,
         )
 
     def to_message(self, group: int) -> Message:

@@ -1,6 +1,6 @@
 """Runs the models of membership changes through Spin; the tests run what is short, `make model` all.
 
-membership.pml is the whole design, newcomers.pml what is built for newcomers.
+membership.pml is the whole design, newcomers.pml what is built for newcomers, nodes.pml losses on several nodes.
 
 Spin translates the model into a C program, which visits every state within the given bounds, or, where Bounds says
 so, as many as its bit array can tell apart.
@@ -17,7 +17,9 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-DESIGN, BUILT = (Path(__file__).with_name(name) for name in ("membership.pml", "newcomers.pml"))
+DESIGN, BUILT, NODES = (
+    Path(__file__).with_name(name) for name in ("membership.pml", "newcomers.pml", "nodes.pml")
+)
 MISSING = [tool for tool in ("spin", "cc") if shutil.which(tool) is None]
 MEMORY_LIMIT_MIB = 6000
 SEARCH_LIMIT_S = 3600
@@ -25,11 +27,13 @@ SEARCH_LIMIT_S = 3600
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """How much may happen in a run of the model. Three ranks, two memory devices.
+    """How much may happen in a run of the model. Three ranks, two memory devices; nodes.pml: two nodes of two ranks.
 
     Args:
         founders: Bit mask of the ranks that are taken at the start.
         is_lazy: In newcomers.pml, whether workers pull a shard only before they push it again.
+        leaves: In nodes.pml, how many workers may leave between two steps.
+        has_local: In nodes.pml, whether each step ends with one that nodes do not exchange.
         model: The model.
         bits: 0 for an exhaustive search; else log2 of the bits of an array that has two bits per state, so that
             states which fall on the same bits as others are left out.
@@ -44,6 +48,8 @@ class Bounds:
     min_workers: int = 1
     bits: int = 0
     is_lazy: bool = False
+    leaves: int = 0
+    has_local: bool = False
     model: Path = DESIGN
 
     def macros(self) -> list[str]:
@@ -53,14 +59,23 @@ class Bounds:
             for name in names
             if self.model == DESIGN or name != "shards"
         ]
-        return [*values, *(["-DLAZY"] if self.is_lazy else [])]
+        flags = {
+            "-DLAZY": self.is_lazy,
+            "-DLOCAL": self.has_local,
+            f"-DLEAVES={self.leaves}": self.leaves > 0,
+        }
+        return [*values, *(flag for flag, is_set in flags.items() if is_set)]
 
     def __str__(self) -> str:
         workers = f"{self.founders.bit_count()} workers, {self.shards} shards, {self.steps} steps"
-        events = [("deaths", self.deaths), ("joins", self.joins), ("device deaths", self.device_deaths)]
+        events = [
+            *(("deaths", self.deaths), ("joins", self.joins), ("device deaths", self.device_deaths)),
+            ("leaves", self.leaves),
+        ]
         happens = ", ".join(f"{name} {count}" for name, count in events if count)
         extra = f", at least {self.min_workers}" if self.min_workers > 1 else ""
-        model = f"{self.model.stem}{', lazily' if self.is_lazy else ''}: " if self.model != DESIGN else ""
+        how = ", lazily" if self.is_lazy else ", with steps of each node" if self.has_local else ""
+        model = f"{self.model.stem}{how}: " if self.model != DESIGN else ""
         return f"{model}{workers}; {happens or 'nothing happens'}{extra}{', bitstate' if self.bits else ''}"
 
 
@@ -83,6 +98,8 @@ QUICK = [
     Bounds(steps=1, shards=1, deaths=2, min_workers=2),
     Bounds(steps=3, shards=1, founders=0b011, joins=1, model=BUILT),
     Bounds(steps=3, shards=1, founders=0b011, joins=1, model=BUILT, is_lazy=True),
+    Bounds(steps=1, founders=0b1111, deaths=1, model=NODES),
+    Bounds(steps=2, founders=0b1111, leaves=1, model=NODES),
 ]
 """Bounds for every run of the tests."""
 
@@ -95,6 +112,8 @@ FULL = [
     Bounds(steps=3, shards=1, deaths=1, joins=1, model=BUILT),
     Bounds(steps=2, shards=1, founders=0b011, deaths=1, joins=1, model=BUILT),
     Bounds(steps=2, shards=1, founders=0b011, joins=1, device_deaths=1, model=BUILT),
+    Bounds(steps=1, founders=0b1111, deaths=2, model=NODES),
+    Bounds(steps=2, founders=0b1111, deaths=1, model=NODES, has_local=True),
     Bounds(steps=4, deaths=2, joins=2, device_deaths=1, bits=26),
 ]
 """Bounds of `make model`, exhaustive but for the last."""
@@ -111,6 +130,11 @@ MISTAKES = {
     "NO_LABEL": Bounds(steps=3, shards=1, founders=0b011, joins=1, model=BUILT),
     "STAND_IN_BY_STATE": Bounds(steps=3, shards=1, founders=0b011, joins=1, model=BUILT, is_lazy=True),
     "FLAGS_GO_BACK": Bounds(steps=3, shards=1, founders=0b011, joins=1, model=BUILT),
+    "OWN_STAND_INS": Bounds(steps=1, founders=0b1111, deaths=1, model=NODES, has_local=True),
+    "ABSENT_BEHIND_PARTIAL": Bounds(steps=1, founders=0b1111, deaths=1, model=NODES),
+    "ABSENT_BEHIND_RESULT": Bounds(steps=1, founders=0b1111, deaths=1, model=NODES),
+    "NO_DRAIN_ON_NODE": Bounds(steps=1, founders=0b1111, deaths=1, model=NODES),
+    "FIRST_SLOT": Bounds(steps=2, founders=0b1111, leaves=1, model=NODES),
 }
 """Planted mistakes (macros MISTAKE_...), and bounds within which each one shows."""
 
@@ -119,6 +143,7 @@ WITNESSES = {
     "UNLIKE_SHARDS": Bounds(steps=1, deaths=1),
     "REUSED_RANK": Bounds(steps=4, deaths=1, joins=1),
     "NEWCOMER": Bounds(steps=3, shards=1, founders=0b011, joins=1, model=BUILT),
+    "UNLIKE_SHARDS_OVER_NODES": Bounds(steps=1, founders=0b1111, deaths=1, model=NODES),
 }
 """Macros (WITNESS_...) under which a search must find that something happens: the model is not empty."""
 

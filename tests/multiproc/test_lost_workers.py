@@ -375,7 +375,7 @@ def test_a_loss_delays_the_others_by_less_than_a_tenth_of_a_second(job):
     ("settings", "reason"),
     [
         ({"min_workers": 3}, "COARSE_MIN_WORKERS=3, but the job has 2 worker"),
-        ({"min_workers": 1, "memory_devices": 2, "node": "own"}, "within one node only"),
+        ({"min_workers": 1, "memory_devices": 2, "node": "own"}, "each of the 2 nodes has one worker"),
     ],
 )
 def test_a_job_that_cannot_go_on_is_refused_at_start(job, settings, reason):

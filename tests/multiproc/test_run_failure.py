@@ -303,3 +303,30 @@ def test_more_workers_than_there_are_cannot_be_required(script):
     done = coarse_run("-n", "2", "--min-workers", "3", script(""))
     assert done.returncode == 2
     assert "COARSE_MIN_WORKERS=3, but the job has 2 worker(s); lower it, or start more" in done.stderr
+
+
+ONE_OF_TWO_NODES = (
+    *("-n", "2", "--nnodes", "2", "--node-rank", "1"),
+    *("--master-addr", "127.0.0.1", "--master-port", "1", "--min-workers", "3"),
+)
+
+
+def test_on_several_nodes_one_worker_of_a_node_goes_on(script):
+    """Memory devices count the workers of all nodes, not the launcher."""
+    path = script("import time\nif rank == 3: sys.exit(7)\ntime.sleep(2)\nprint('went on', flush=True)")
+    done = coarse_run(*ONE_OF_TWO_NODES, path)
+    assert done.returncode == 0, done.stderr
+    assert "went on" in done.stdout
+    assert re.search(
+        r"worker 3 \(pid \d+\) .*; the other 1 on this node go on \(--min-workers 3\)", done.stderr
+    )
+
+
+def test_a_worker_whose_session_has_ended_is_no_loss_without_which_others_go_on(script):
+    path = script(
+        "from coarse.env import notes_pipe\nfrom coarse.status.launcher_notes import tell_launcher\n"
+        "if rank == 2: tell_launcher(notes_pipe(), {'over': 2})\nif rank == 2: sys.exit(7)\nsignal.pause()"
+    )
+    done = coarse_run(*ONE_OF_TWO_NODES, path)
+    assert done.returncode == 7, done.stderr
+    assert "go on" not in done.stderr

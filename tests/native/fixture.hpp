@@ -364,7 +364,7 @@ class Cluster {
     for (auto& proxy : proxies_) proxy->removeGroup(group);
   }
   GroupControl control(const GroupPlan& plan) const {
-    return {memoryOf(plan).control.data(), plan.shards.size(), plan.numClients};
+    return {memoryOf(plan).control.data(), plan.shards.size(), plan.numClients, plan.numRanks};
   }
 
   /// What `device` reports next, all that it has by then. Empty if it reports nothing.
@@ -380,7 +380,7 @@ class Cluster {
  private:
   struct GroupMemory {
     GroupMemory(const GroupPlan& plan, NodeIndex index, const ClusterShape& shape)
-        : control(GroupControl::numBytes(plan.shards.size(), plan.numClients)),
+        : control(GroupControl::numBytes(plan.shards.size(), plan.numClients, plan.numRanks)),
           nodeSegment(NodeSegment::numBytes(plan, index, shape.isDeferred, shape.compression)),
           parameters(plan.hasOptimizer ? plan.parameterBytes() : 1),
           states(std::max<std::size_t>(plan.keptBytes(), 1)),

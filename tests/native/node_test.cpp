@@ -19,90 +19,10 @@
 #include "coarse/node/tcp_transport.hpp"
 #include "contributions.hpp"
 #include "fixture.hpp"
+#include "nodes.hpp"
 
 namespace coarse::test::node_test {
 namespace {
-
-std::pair<Fd, Fd> streamPair() {
-  int ends[2];
-  if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) != 0) std::abort();
-  return {Fd(ends[0]), Fd(ends[1])};
-}
-
-/// The devices and workers of several nodes in one process. Worker ranks count through all nodes.
-class Nodes {
- public:
-  /// @param linkTable emulated links of all nodes; null for real ones.
-  explicit Nodes(const std::vector<ClusterShape>& shapes,
-                 const std::shared_ptr<const Memory>& linkTable = nullptr)
-      : fds_(shapes.size()) {
-    int rank = 0;
-    for (std::size_t node = 0; node < shapes.size(); ++node) {
-      clusters_.push_back(std::make_unique<Cluster>(shapes[node], linkTable, NodeIndex{node, shapes.size()}));
-      ranks_.emplace_back();
-      for (std::size_t client = 0; client < shapes[node].numClients; ++client)
-        ranks_.back().push_back(rank++);
-      fds_[node].assign(shapes[node].numDevices, std::vector<std::vector<int>>(shapes.size()));
-    }
-    for (std::size_t a = 0; a < shapes.size(); ++a) {
-      for (std::size_t b = 0; b < a; ++b) connect(a, b);
-    }
-    for (std::size_t node = 0; node < shapes.size(); ++node)
-      clusters_[node]->joinNodes({node, shapes.size()}, ranks_, fds_[node]);
-    sockets_.clear();  // proxies have duplicates
-  }
-
-  /// The last word of each node goes out before the next one stops.
-  ~Nodes() {
-    together(clusters_.size(), [&](std::size_t node) { clusters_[node].reset(); });
-  }
-
-  Nodes& start() {
-    for (auto& cluster : clusters_) cluster->start();
-    return *this;
-  }
-  /// The plan's number of clients is that of each node.
-  void addGroup(GroupPlan plan) {
-    for (auto& cluster : clusters_) {
-      plan.numClients = cluster->shape().numClients;
-      cluster->addGroup(plan);
-    }
-  }
-  Cluster& node(std::size_t node) { return *clusters_[node]; }
-  std::size_t numWorkers() const { return static_cast<std::size_t>(ranks_.back().back()) + 1; }
-  Cluster& clusterOf(std::size_t rank) { return *clusters_[place(rank).first]; }
-  /// Which of its node's clients it is.
-  std::size_t clientOf(std::size_t rank) const { return place(rank).second; }
-  Client& worker(std::size_t rank) { return clusterOf(rank).client(clientOf(rank)); }
-  void stop(std::size_t node) { clusters_[node].reset(); }
-
-  std::vector<NodeEvent> nodeEvents(std::size_t node, std::size_t device = 0) {
-    std::vector<NodeEvent> events;
-    eventually([&] { return !(events = clusters_[node]->proxy(device).takeNodeEvents()).empty(); });
-    return events;
-  }
-
- private:
-  std::pair<std::size_t, std::size_t> place(std::size_t rank) const {
-    std::size_t node = 0;
-    while (static_cast<int>(rank) > ranks_[node].back()) ++node;
-    return {node, rank - static_cast<std::size_t>(ranks_[node].front())};
-  }
-  void connect(std::size_t a, std::size_t b) {
-    for (std::size_t i = 0; i < std::max(fds_[a].size(), fds_[b].size()); ++i) {
-      auto [forA, forB] = streamPair();
-      fds_[a][i % fds_[a].size()][b].push_back(forA);
-      fds_[b][i % fds_[b].size()][a].push_back(forB);
-      sockets_.push_back(std::move(forA));
-      sockets_.push_back(std::move(forB));
-    }
-  }
-
-  std::vector<std::vector<int>> ranks_;
-  std::vector<std::vector<std::vector<std::vector<int>>>> fds_;  // by node, device, other node
-  std::vector<Fd> sockets_;
-  std::vector<std::unique_ptr<Cluster>> clusters_;
-};
 
 std::vector<TensorSpec> variousTensors() {
   std::vector<TensorSpec> tensors;
@@ -830,6 +750,7 @@ class Frames : public testing::Test {
     ours_.second.close();
     // Shards 0 and 2 belong to the node, shard 1 to us.
     plan_ = makePlan(1, 1, {{100}, {100}, {100}});
+    plan_.numRanks = 2;
     cluster_.start().addGroup(plan_);
   }
   ~Frames() override { ours_.first.close(); }
@@ -902,6 +823,29 @@ TEST_F(Frames, OfAStepAreTaken) {
   EXPECT_EQ(payload, values);
 }
 
+TEST_F(Frames, SayOfAWorkerFromWhichStepOnItIsAbsent) {
+  FrameHeader absence = partial(), nothing = partial();
+  absence.kind = FrameKind::kAbsent;
+  absence.numElements = 1;
+  absence.payloadBytes = 0;
+  nothing.numPresent = nothing.numCounted = 0;
+  nothing.payloadBytes = 0;
+  send(absence, 0);
+  send(nothing, 0);
+  EXPECT_TRUE(cluster_.client(0).absentRanks(1).empty()) << "before the step";
+  ASSERT_EQ(cluster_.client(0).push(1, 0, kPresent, nullptr), WaitStatus::kDone);
+  ASSERT_EQ(cluster_.client(0).pull(1, 0, nullptr, kPatienceSeconds), WaitStatus::kDone);
+  EXPECT_EQ(cluster_.client(0).absentRanks(1), std::vector<std::size_t>{1});
+  const FrameHeader answer = receiveHeader();
+  EXPECT_EQ(answer.kind, FrameKind::kAbsent) << "the owner tells all nodes";
+  EXPECT_EQ(answer.numElements, 1U);
+  EXPECT_EQ(answer.step, 1U);
+  EXPECT_EQ(receiveHeader().kind, FrameKind::kResult);
+  absence.step = 2;
+  send(absence, 0);
+  expectLost("worker 1 is absent from step 2");
+}
+
 TEST_F(Frames, MayComeByteByByte) {
   for (const std::byte byte : frame(partial(), 400)) sendBytes({byte});
   ASSERT_EQ(cluster_.client(0).push(1, 0, kPresent, nullptr), WaitStatus::kDone);
@@ -939,6 +883,21 @@ TEST_F(Frames, ThatCannotBeEndTheConnection) {
   refused([](FrameHeader& header) { header.kind = FrameKind::kResult, header.shard = 1; }, "nobody waits");
   refused([](FrameHeader& header) { header.kind = FrameKind::kLeft; }, "400 bytes");
   refused([](FrameHeader& header) { header.kind = FrameKind::kAbort, header.payloadBytes = 1 << 20; },
+          "1048576 bytes");
+  const auto absent = [](std::uint32_t rank, std::uint32_t shard = 0, std::uint32_t step = 1) {
+    return [=](FrameHeader& header) {
+      header.kind = FrameKind::kAbsent;
+      header.numElements = rank;
+      header.shard = shard;
+      header.step = step;
+      header.payloadBytes = 0;
+    };
+  };
+  refused(absent(0), "worker 0 is absent");  // it is not theirs
+  refused(absent(2), "worker 2 is absent");
+  refused(absent(1, 2), "worker 1 is absent from step 1 of shard 2");
+  refused(absent(1, 0, 2), "worker 1 is absent from step 2 of shard 0");
+  refused([](FrameHeader& header) { header.kind = FrameKind::kLost, header.payloadBytes = 1 << 20; },
           "1048576 bytes");
 }
 

@@ -80,6 +80,7 @@ class JobPlan:
         max_restarts: Number of times that all workers are restarted after one has failed; new workers in place of
             lost ones count, too.
         min_workers: Workers that suffice to go on after others have failed; 0 if the first failure ends all.
+        has_other_nodes: Whether other launchers start further workers, which count for `min_workers`, too.
         replaces_workers: Whether to start a new worker in place of each that has failed while the others go on.
         takes_workers: Whether to start further workers in vacant places, when `coarse run --join` asks for it.
         restart_variables: Returns changed variables of every environment, given the number of the restart.
@@ -97,6 +98,7 @@ class JobPlan:
     console_streams: frozenset[str] = frozenset({"stdout", "stderr"})
     max_restarts: int = 0
     min_workers: int = 0
+    has_other_nodes: bool = False
     replaces_workers: bool = False
     takes_workers: bool = False
     restart_variables: Callable[[int], Mapping[str, str]] = lambda attempt: {}
@@ -113,6 +115,11 @@ class JobPlan:
     def num_workers(self) -> int:
         """Number of workers at the start, all on this node."""
         return len(self.environments) - self.num_vacant
+
+    @property
+    def least_here(self) -> int:
+        """Workers of this node that suffice: with other nodes, memory devices count those of all nodes."""
+        return min(self.min_workers, 1) if self.has_other_nodes else self.min_workers
 
     @property
     def job(self) -> str:
@@ -181,6 +188,7 @@ class Supervisor:
         self._interrupted_by: int | None = None
         self._unread: OSError | None = None
         self._is_failing = False
+        self._is_session_over = False
         self._lost: list[_Worker] = []
         self._left: list[_Worker] = []
         self._changed: Mapping[str, str] = {}
@@ -342,6 +350,8 @@ class Supervisor:
                 self._invitation = note["invitation"]
             if isinstance(note.get("entered"), int):
                 self._note_entry(note["entered"])
+            if isinstance(note.get("over"), int) and self._members_of(note["over"]):
+                self._is_session_over = True
             if isinstance(note.get("is_leaving"), int):
                 self._confirm_end(note["is_leaving"])
             if isinstance(note.get("left"), int) and isinstance(note.get("step"), int):
@@ -402,7 +412,8 @@ class Supervisor:
     def _goes_on_without(self, worker: _Worker) -> bool:
         """Whether enough workers still run after this one has failed, and none has finished; says so."""
         num_finished = len(self._ended) - len(self._lost) - 1
-        if not self._plan.min_workers or self._num_members < self._plan.min_workers or num_finished:
+        are_enough = 0 < self._plan.least_here <= self._num_members
+        if not are_enough or num_finished or self._is_session_over:
             return False
         self._lost.append(worker)
         self._say_who_goes_on(str(worker.exit()), worker.ended_s)
@@ -416,7 +427,10 @@ class Supervisor:
 
     def _say_who_goes_on(self, change: str, changed_s: float) -> None:
         left, enough = self._num_members, self._plan.min_workers
-        follows = f"the other {left} go on" if left >= enough else f"{left} are left, too few"
+        others = f"{left} on this node" if self._plan.has_other_nodes else str(left)
+        follows = (
+            f"the other {others} go on" if left >= self._plan.least_here else f"{others} are left, too few"
+        )
         self._say(
             f"coarse run: {change}, {changed_s - self._started_s:.1f} s after the start; {follows} "
             f"(--min-workers {enough})\n"
@@ -440,7 +454,7 @@ class Supervisor:
             asked = " (SIGTERM)" if is_asked else ""
             departure = f"worker {rank} (pid {worker.process.pid}) left at step {step}{asked}"
             self._say_who_goes_on(departure, time.monotonic())
-            if self._num_members < self._plan.min_workers and not self._is_over:
+            if self._num_members < self._plan.least_here and not self._is_over:
                 self._begin_to_fail()
 
     def _note_end_after_departure(self, worker: _Worker) -> None:
@@ -605,6 +619,7 @@ class Supervisor:
         self._say(f"coarse run: {restart}\n")
         sweep(spared=persistent_pids(self._plan.job), reap=self._reap)
         self._is_failing = False
+        self._is_session_over = False
         self._lost, self._left = [], []
         self._to_replace.clear()
         self._invitation = None

@@ -39,6 +39,7 @@ class FailureDetector:
         kill_silent: Kills a memory device that no longer works, on the worker that started it.
         has_gpu_tensors: Whether tensors of this worker lie on a GPU, where a loss may leave them in no whole step.
         replicas: Extra copies of each memory device's contents.
+        on_end: Called once, when the session has ended and why is known.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class FailureDetector:
         kill_silent: KillSilent,
         has_gpu_tensors: Callable[[], bool],
         replicas: int = 0,
+        on_end: Callable[[], object] = lambda: None,
     ) -> None:
         self._rank = rank
         self._connections = connections
@@ -60,6 +62,7 @@ class FailureDetector:
         self._kill_silent = kill_silent
         self._has_gpu_tensors = has_gpu_tensors
         self._replicas = replicas
+        self._on_end = on_end
         self.known: CoarseError | None = None
         """The explanation of the session's end; None before it."""
         self._heartbeats = _native.HeartbeatWatch(
@@ -88,6 +91,7 @@ class FailureDetector:
         """
         if self.known is None:
             self.known = self._explain(told)
+            self._on_end()
         return self.known
 
     def _explain(self, told: CoarseError | None) -> CoarseError:

@@ -133,6 +133,7 @@ void registerClient(py::module_& module) {
       .def("clients_ahead", &Client::clientsAhead, py::arg("group"), py::arg("tensor"))
       .def("all_contributors", &Client::allContributors, py::arg("group"))
       .def("stand_ins", &Client::standIns, py::arg("group"))
+      .def("absent_ranks", &Client::absentRanks, py::arg("group"))
       .def_property_readonly("newest_epoch", &Client::newestEpoch)
       .def("member_since", &Client::memberSince, py::arg("client"))
       .def("newcomers_of", &Client::newcomersOf, py::arg("epoch"))

@@ -41,6 +41,7 @@ void registerProxy(py::module_& module) {
       .value("SILENT", NodeEvent::Kind::kSilent)
       .value("INTERRUPTED", NodeEvent::Kind::kInterrupted)
       .value("ANSWERING", NodeEvent::Kind::kAnswering)
+      .value("WORKER_LOST", NodeEvent::Kind::kWorkerLost)
       .finalize();
   py::class_<ReplicaFds>(module, "Replica")
       .def(py::init([](int controlFd, const Region& parameters, const Region& states, std::size_t owner,
@@ -181,6 +182,7 @@ void registerProxy(py::module_& module) {
       .def("member_since", &Proxy::memberSince, py::arg("client"))
       .def("newcomer_ended", &Proxy::newcomerEnded, py::arg("client"))
       .def("set_boundary", &Proxy::setBoundary, py::arg("group"))
+      .def("lose_worker", &Proxy::loseWorker, py::arg("client"), py::arg("text"))
       .def("worker_left_node", &Proxy::workerLeftNode, py::arg("node"))
       .def("node_ended", &Proxy::nodeEnded, py::arg("node"))
       .def("abort_nodes", &Proxy::abortNodes, py::arg("text"))

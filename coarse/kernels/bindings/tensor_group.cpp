@@ -31,10 +31,11 @@ Shard toShard(const ShardTuple& values) {
 
 GroupPlan makePlan(std::uint32_t id, std::size_t numClients, std::size_t slotBytes,
                    const std::vector<ShardTuple>& shards, int numStates,
-                   std::vector<std::uint32_t> rowElements, bool areGradients) {
+                   std::vector<std::uint32_t> rowElements, bool areGradients, std::size_t numRanks) {
   GroupPlan plan;
   plan.id = id;
   plan.numClients = numClients;
+  plan.numRanks = numRanks;
   plan.slotBytes = slotBytes;
   for (const ShardTuple& shard : shards) plan.shards.push_back(toShard(shard));
   plan.hasOptimizer = numStates >= 0;
@@ -51,9 +52,11 @@ void registerTensorGroup(py::module_& module) {
   py::class_<GroupPlan>(module, "GroupPlan")
       .def(py::init(&makePlan), py::arg("id"), py::arg("num_clients"), py::arg("slot_bytes"),
            py::arg("shards"), py::arg("num_states") = -1,
-           py::arg("row_elements") = std::vector<std::uint32_t>(), py::arg("are_gradients") = false)
+           py::arg("row_elements") = std::vector<std::uint32_t>(), py::arg("are_gradients") = false,
+           py::arg("num_ranks") = 0)
       .def_readonly("id", &GroupPlan::id)
       .def_readonly("num_clients", &GroupPlan::numClients)
+      .def_readonly("num_ranks", &GroupPlan::numRanks)
       .def_readonly("slot_bytes", &GroupPlan::slotBytes)
       .def_property_readonly("client_bytes", &GroupPlan::clientBytes)
       .def_property_readonly("settings_bytes", &GroupPlan::settingsBytes)
@@ -89,7 +92,8 @@ void registerTensorGroup(py::module_& module) {
   module.def(
       "doorbells_bytes", [](std::size_t numDevices) { return numDevices * sizeof(Doorbell); },
       py::arg("num_devices"));
-  module.def("group_control_bytes", &GroupControl::numBytes, py::arg("num_shards"), py::arg("num_clients"));
+  module.def("group_control_bytes", &GroupControl::numBytes, py::arg("num_shards"), py::arg("num_clients"),
+             py::arg("num_ranks") = 0);
   module.def(
       "exchange_logs_bytes", [](std::size_t numDevices) { return numDevices * sizeof(ExchangeLog); },
       py::arg("num_devices"));

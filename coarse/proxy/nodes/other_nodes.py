@@ -8,7 +8,7 @@ from typing import TypeAlias
 from coarse.kernels import _native
 from coarse.proxy.outbox import SendToPeers
 from coarse.wire.device_job import DeviceJob
-from coarse.wire.failure_messages import Failure, name_of_node, node_lost
+from coarse.wire.failure_messages import Failure, WorkerLoss, name_of_node, node_lost
 from coarse.wire.node_troubles import NodeTroubles, Reconnecting
 from coarse.wire.reconnection_plan import ReconnectionPlan
 
@@ -24,6 +24,7 @@ class OtherNodes:
         tell_peers: Sends a message to the other devices of this node.
         abort: Ends the session.
         reconnect: Makes what replaces connections.
+        lose_worker: Notes the loss of a worker of another node, without which the others go on.
     """
 
     def __init__(
@@ -32,11 +33,13 @@ class OtherNodes:
         tell_peers: SendToPeers,
         abort: Callable[[Failure], None],
         reconnect: Reconnect,
+        lose_worker: Callable[[WorkerLoss], None],
     ) -> None:
         self._job = job
         self._tell_peers = tell_peers
         self._abort = abort
         self._reconnect = reconnect
+        self._lose_worker = lose_worker
         self._troubles: NodeTroubles | None = None
         self._ended_at: dict[int, set[int]] = {}  # by other node, this node's devices that have seen it end
         self.departed_ranks: set[int] = set()
@@ -49,6 +52,8 @@ class OtherNodes:
             if kind == _native.NodeEventKind.LEFT:
                 self.departed_ranks.add(number)
                 proxy.worker_left_node(node)
+            elif kind == _native.NodeEventKind.WORKER_LOST:
+                self._lose_worker(WorkerLoss.from_node(number, text))
             elif kind == _native.NodeEventKind.ABORTED:
                 self._abort(Failure.from_node(text))
             elif kind == _native.NodeEventKind.LOST:

@@ -614,7 +614,7 @@ def _check_recovery(
     overlap: bool,
     staleness: int,
 ) -> None:
-    """Refuses unrecoverable configurations if the model's memory devices are kept or have replicas."""
+    """Refuses what cannot go on where memory devices are kept, or have replicas, or several nodes lose workers."""
     if remote.keeps_devices and (left := len(model.trained_parameters) - len(_members(optimizer, model))):
         raise ValueError(
             "COARSE_KEEP_DEVICES needs one DistributedOptimizer of all trainable parameters of the model, but this "
@@ -642,6 +642,11 @@ def _check_recovery(
         raise ValueError(
             f"staleness={staleness} cannot be combined with COARSE_KEEP_DEVICES: the copies on workers are lost with "
             "them; pass staleness=0, or unset COARSE_KEEP_DEVICES"
+        )
+    if staleness and remote.goes_on_over_nodes:
+        raise ValueError(
+            f"staleness={staleness} cannot be combined with COARSE_MIN_WORKERS in a job of several nodes: no test "
+            "shows that it works; pass staleness=0, or unset COARSE_MIN_WORKERS"
         )
 
 

@@ -179,7 +179,7 @@ class RemoteOptimizers:
         self._receive_values(moved)
         if len(self._session.node_workers) < self._session.identity.world_size:
             # From now on, each node has the values of its own first worker.
-            broadcast_tensors(self._session, moved)
+            broadcast_tensors(self._session, moved, root=min(self._session.members))
             self._session.release_buffers()
         if not self._provides_values:
             forget_values(moved)
@@ -326,6 +326,12 @@ class RemoteOptimizers:
             )
 
     # Recovery.
+
+    @property
+    def goes_on_over_nodes(self) -> bool:
+        """Whether the job has several nodes and goes on without lost workers."""
+        session = self._session
+        return session.settings.least_workers > 0 and len(session.node_workers) < session.num_places
 
     @property
     def keeps_devices(self) -> bool:

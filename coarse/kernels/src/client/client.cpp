@@ -80,9 +80,10 @@ void Client::addGroup(GroupPlan plan, std::size_t client, int controlFd, std::sh
     throw std::invalid_argument("buffers that are not registered need slots which the worker sees");
   auto group = std::make_unique<Group>();
   group->client = client;
-  group->controlMapping = mapSealed(controlFd, GroupControl::numBytes(plan.shards.size(), plan.numClients),
-                                    Mapping::Access::kReadOnly, "group control");
-  group->control = GroupControl(group->controlMapping.data(), plan.shards.size(), plan.numClients);
+  const std::size_t controlBytes = GroupControl::numBytes(plan.shards.size(), plan.numClients, plan.numRanks);
+  group->controlMapping = mapSealed(controlFd, controlBytes, Mapping::Access::kReadOnly, "group control");
+  group->control =
+      GroupControl(group->controlMapping.data(), plan.shards.size(), plan.numClients, plan.numRanks);
   group->slots = std::move(view);
   group->copies = std::move(copies);
   for (std::uint32_t shard = 0; shard < plan.shards.size(); ++shard) {
@@ -452,6 +453,18 @@ std::vector<std::size_t> Client::standIns(std::uint32_t groupId) const {
     if (first != 0 && first <= step && last > group.joinedAfter[client]) clients.push_back(client);
   }
   return clients;
+}
+
+std::vector<std::size_t> Client::absentRanks(std::uint32_t groupId) const {
+  const Group& group = find(groupId);
+  const std::uint32_t step = group.tensors[group.plan.shards[0].tensor].step;
+  std::vector<std::size_t> ranks;
+  for (std::size_t rank = 0; rank < group.plan.numRanks; ++rank) {
+    // relaxed: stored before the flags of that step. A later one may be there, for a step under way.
+    const std::uint32_t since = group.control.absentSince(rank).load(std::memory_order_relaxed);
+    if (since != 0 && since <= step) ranks.push_back(rank);
+  }
+  return ranks;
 }
 
 std::uint8_t Client::ownEpoch() const {

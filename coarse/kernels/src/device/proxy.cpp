@@ -410,6 +410,10 @@ std::vector<std::size_t> Proxy::takeDrained() {
   return std::exchange(drained_, {});
 }
 
+void Proxy::loseWorker(std::size_t client, const std::string& text) {
+  if (nodeExchange_) nodeExchange_->workerLost(static_cast<std::uint32_t>(config_.ranks[client]), text);
+}
+
 void Proxy::workerLeftNode(std::size_t node) {
   // Shards that also lack contributions of this node are reported when the last of them arrives.
   hasLeftElsewhere_.store(true);
@@ -742,10 +746,15 @@ bool Proxy::beginNodeTasks() {
 /// the node links.
 void Proxy::takeMean(TensorGroup& group, const RingEntry& entry) {
   if (!group.isUpdate(entry.shard)) return concludeShard(group, entry);
-  // From now on the shard looks as if workers had contributed the mean, and any sync core can take it.
-  Contribution& first = group.control().contribution(entry.shard, 0);
+  // From now on the shard looks as if workers had contributed the mean, and any sync core can take it. Flags
+  // of client 0 say that it is an update; a client that a memory device has stood in for does not have the
+  // mean.
+  constexpr std::uint8_t kByMean = kUpdate | kReduced;
   const bool isUsed = group.control().contributors(entry.shard).load(std::memory_order_relaxed) > 0;
-  first.flags = static_cast<std::uint8_t>(kUpdate | kReduced | (isUsed ? kPresent : 0));
+  group.control().contribution(entry.shard, 0).flags = kByMean;
+  const std::size_t first = group.firstContributor(entry.shard);
+  group.control().contribution(entry.shard, first).flags =
+      static_cast<std::uint8_t>(kByMean | (isUsed ? kPresent : 0));
   if (!pushReady(group.control(), {entry.shard, entry.step}) && group.memory().isHost())
     return beginShard(group, entry);
   for (std::size_t device = 0; device < config_.numDevices; ++device) doorbells_[device].ring();

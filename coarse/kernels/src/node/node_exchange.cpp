@@ -132,7 +132,7 @@ std::string nameOf(const FrameHeader& header) {
 /// Where the host reads or writes the result of a shard: its stage, or else the slot of client 0.
 std::byte* resultOf(const TensorGroup& group, const NodeSegment& segment, std::uint32_t shard) noexcept {
   std::byte* const stage = segment.stage(shard);
-  return stage != nullptr ? stage : group.slot(0, group.plan().shards[shard]);
+  return stage != nullptr ? stage : group.slot(group.firstContributor(shard), group.plan().shards[shard]);
 }
 
 void decompressInPlace(const NodeSegment& segment, const FrameHeader& header, std::byte* payload) noexcept {
@@ -220,6 +220,8 @@ void NodeExchange::contribute(const TensorGroup& tensors, const RingEntry& entry
   FrameHeader header = contributionHeader(tensors, group->segment, entry);
   header.dueAt = timeOfEvent(entry);
   record(group->segment.contribution(entry.shard, index_.node), header);
+  for (const std::uint32_t rank : newlyAbsent(*group, entry.shard))
+    tensors.control().absentSince(rank).store(entry.step, std::memory_order_relaxed);
   arrive(group, entry);
 }
 
@@ -255,7 +257,8 @@ void NodeExchange::run(const GroupPointer& group, const RingEntry& entry, ShardA
 }
 
 /// Reduces the contributions of this node's workers, and sends the result: from its stage, or else from the
-/// slot of the first worker, which belongs to the memory devices until the result is in it.
+/// slot of the first worker with a contribution, which belongs to the memory devices until the result is
+/// there.
 void NodeExchange::sendPartial(const GroupPointer& group, const RingEntry& entry) {
   const TensorGroup& tensors = *group->tensors;
   const NodeSegment& segment = group->segment;
@@ -279,9 +282,40 @@ void NodeExchange::sendPartial(const GroupPointer& group, const RingEntry& entry
     // release: the receiver of the result, at any device, sees that it is the result, and all earlier reads
     // are done.
     group->segment.round(header.shard).store(header.step, std::memory_order_release);
-    send(index_.ownerOf(header.shard), group, header, partial);
+    const std::size_t owner = index_.ownerOf(header.shard);
+    for (const std::uint32_t rank : newlyAbsent(*group, header.shard))
+      sendAbsence(owner, group, entryOf(header), rank);
+    send(owner, group, header, partial);
   };
   run(group, entry, std::move(arrays));
+}
+
+/// Workers of this node for which a memory device stands in at this shard, if it is shard 0 and the other
+/// nodes have not been told. @pre all clients have contributed.
+std::vector<std::uint32_t> NodeExchange::newlyAbsent(const Group& group, std::uint32_t shard) const {
+  const TensorGroup& tensors = *group.tensors;
+  std::vector<std::uint32_t> ranks;
+  if (shard != 0 || tensors.plan().numRanks == 0) return ranks;
+  for (std::size_t client = 0; client < tensors.plan().numClients; ++client) {
+    const auto rank = static_cast<std::uint32_t>(ranks_[index_.node][client]);
+    // relaxed: stored for an earlier step, or not at all.
+    const bool isKnown = tensors.control().absentSince(rank).load(std::memory_order_relaxed) != 0;
+    if (!isKnown && tensors.isStandIn(shard, client)) ranks.push_back(rank);
+  }
+  return ranks;
+}
+
+/// Says that a worker is absent from this step of shard 0 on. The partial or result of the step, which
+/// follows over the same connection, comes after it.
+void NodeExchange::sendAbsence(std::size_t node, const GroupPointer& group, const RingEntry& entry,
+                               std::uint32_t rank) {
+  FrameHeader header;
+  header.kind = FrameKind::kAbsent;
+  header.group = entry.group;
+  header.shard = entry.shard;
+  header.step = entry.step;
+  header.numElements = rank;
+  send(node, group, header, nullptr);
 }
 
 /// @pre the contribution was recorded.
@@ -333,8 +367,11 @@ void NodeExchange::reduceOwned(const GroupPointer& group, const RingEntry& entry
           segment.contribution(entry.shard, node).numPresent > 0);
       continue;
     }
-    for (std::size_t client = 0; client < tensors.plan().numClients; ++client)
-      add(tensors.slot(client, shard), tensors.isPresent(entry.shard, client));
+    for (std::size_t client = 0; client < tensors.plan().numClients; ++client) {
+      // A worker that has left may still write to its slot.
+      if (!tensors.isStandIn(entry.shard, client))
+        add(tensors.slot(client, shard), tensors.isPresent(entry.shard, client));
+    }
   }
   arrays.op = tensors.shape(entry.shard).op;
   arrays.divisor = std::max(total(*group, entry.shard, &NodeContribution::numCounted), 1U);
@@ -386,8 +423,24 @@ void NodeExchange::sendResults(const GroupPointer& group, const RingEntry& entry
   header.dueAt = timeOfEvent(entry);
   for (std::size_t node = 0; node < index_.numNodes; ++node) {
     if (node == index_.node) continue;
+    for (const std::uint32_t rank : absentFrom(*group, entry)) sendAbsence(node, group, entry, rank);
     send(node, group, header, group->segment.place(entry.shard, node));
   }
+}
+
+/// Workers of any node for which memory devices stand in from this step of an owned shard on, if it is shard
+/// 0.
+/// @pre all nodes have contributed to the step.
+std::vector<std::uint32_t> NodeExchange::absentFrom(const Group& group, const RingEntry& entry) const {
+  const TensorGroup& tensors = *group.tensors;
+  std::vector<std::uint32_t> ranks;
+  const std::size_t numRanks = entry.shard == 0 ? tensors.plan().numRanks : 0;
+  for (std::uint32_t rank = 0; rank < numRanks; ++rank) {
+    // relaxed: stored before the contributions to this step arrived.
+    if (tensors.control().absentSince(rank).load(std::memory_order_relaxed) == entry.step)
+      ranks.push_back(rank);
+  }
+  return ranks;
 }
 
 std::uint32_t NodeExchange::total(const Group& group, std::uint32_t shard,
@@ -441,6 +494,7 @@ FramePayload NodeExchange::open(std::size_t node, const FrameHeader& header) {
   if (header.shard >= plan.shards.size())
     throw LinkError("it sent " + nameOf(header) + ", which has " + std::to_string(plan.shards.size()) +
                     " shards");
+  if (header.kind == FrameKind::kAbsent) return openAbsence(group, node, header);
   if (!fits(plan.shards[header.shard], header))
     throw LinkError("it sent " + nameOf(header) + " as " + describe(shapeOf(header)));
   const Compression compression = group->segment.compression(header.shard);
@@ -460,23 +514,52 @@ FramePayload NodeExchange::openPartial(const GroupPointer& group, std::size_t no
   if (!index_.owns(header.shard))
     throw LinkError("it sent its part of " + nameOf(header) + ", which belongs to another node");
   const NodeSegment& segment = group->segment;
+  if (!isDue(*group, node, header)) {
+    const std::uint32_t last = segment.contribution(header.shard, node).step.load(std::memory_order_acquire);
+    throw LinkError("it sent its part of " + nameOf(header) + " after that of step " + std::to_string(last));
+  }
+  return {segment.place(header.shard, node), group};
+}
+
+/// Whether a node's part of this step of an owned shard is the next one.
+bool NodeExchange::isDue(const Group& group, std::size_t node, const FrameHeader& header) const noexcept {
+  const NodeSegment& segment = group.segment;
   const std::uint32_t last = segment.contribution(header.shard, node).step.load(std::memory_order_acquire);
   const std::uint32_t done = segment.round(header.shard).load(std::memory_order_acquire);
-  if (!canFollow(*group->tensors, header.step, done) || isAfter(last, done))
-    throw LinkError("it sent its part of " + nameOf(header) + " after that of step " + std::to_string(last));
-  return {segment.place(header.shard, node), group};
+  return canFollow(*group.tensors, header.step, done) && !isAfter(last, done);
+}
+
+/// Whether this node waits for the result of this step, and `node` owns the shard.
+bool NodeExchange::isAwaited(const Group& group, std::size_t node, const FrameHeader& header) const noexcept {
+  const std::uint32_t contributed = group.segment.round(header.shard).load(std::memory_order_acquire);
+  const std::uint32_t received = group.segment.result(header.shard).load(std::memory_order_acquire);
+  return index_.ownerOf(header.shard) == node && contributed == header.step && received != header.step;
 }
 
 FramePayload NodeExchange::openResult(const GroupPointer& group, std::size_t node,
                                       const FrameHeader& header) {
   TensorGroup& tensors = *group->tensors;
-  const std::uint32_t contributed = group->segment.round(header.shard).load(std::memory_order_acquire);
-  const std::uint32_t received = group->segment.result(header.shard).load(std::memory_order_acquire);
-  const bool isAwaited =
-      index_.ownerOf(header.shard) == node && contributed == header.step && received != header.step;
-  if (!isAwaited || !areEqual(shapeOf(header), tensors.shape(header.shard)))
+  if (!isAwaited(*group, node, header) || !areEqual(shapeOf(header), tensors.shape(header.shard)))
     throw LinkError("it sent a result of " + nameOf(header) + ", for which nobody waits");
   return {resultOf(tensors, group->segment, header.shard), group};
+}
+
+/// A node tells the owner of shard 0 of its own workers, and the owner tells all nodes of all workers.
+FramePayload NodeExchange::openAbsence(const GroupPointer& group, std::size_t node,
+                                       const FrameHeader& header) const {
+  const TensorGroup& tensors = *group->tensors;
+  const std::uint32_t rank = header.numElements;
+  const std::vector<int>& own = ranks_[node];
+  const bool isPossible =
+      header.shard == 0 && header.payloadBytes == 0 && rank < tensors.plan().numRanks &&
+      tensors.control().absentSince(rank).load(std::memory_order_relaxed) == 0 &&
+      (index_.owns(0) ? isDue(*group, node, header) &&
+                            std::find(own.begin(), own.end(), static_cast<int>(rank)) != own.end()
+                      : isAwaited(*group, node, header));
+  if (!isPossible)
+    throw LinkError("it said that worker " + std::to_string(rank) + " is absent from " + nameOf(header) +
+                    ", which cannot be");
+  return {nullptr, group};
 }
 
 void NodeExchange::close(std::size_t node, const FrameHeader& header, const FramePayload& payload) {
@@ -495,6 +578,10 @@ void NodeExchange::passOn(NodeEvent event, const std::function<void(NodeEvent)>&
 void NodeExchange::take(const GroupPointer& group, std::size_t node, const FrameHeader& header) {
   if (header.kind == FrameKind::kPartial) {
     takePartial(group, node, header);
+  } else if (header.kind == FrameKind::kAbsent) {
+    // relaxed: the partial or result that follows publishes it. Workers take a later step than theirs for
+    // none.
+    group->tensors->control().absentSince(header.numElements).store(header.step, std::memory_order_relaxed);
   } else {
     takeResult(group, header);
   }
@@ -521,15 +608,20 @@ void NodeExchange::takeResult(const GroupPointer& group, const FrameHeader& head
   run(group, entryOf(header), std::move(nothing));
 }
 
-/// Copies a result, which lies where resultOf() says, to the slots of all clients.
+/// Copies a result, which lies where resultOf() says, to the slots of all clients that take part.
 void NodeExchange::giveToClients(const GroupPointer& group, const RingEntry& entry,
                                  std::function<void()> finish) {
   const TensorGroup& tensors = *group->tensors;
   const bool isStaged = group->segment.stage(entry.shard) != nullptr;
   ShardArrays arrays;
   arrays.inputs = {reachedResult(*group, entry.shard)};
-  for (std::size_t client = isStaged ? 0 : 1; client < tensors.plan().numClients; ++client)
-    arrays.outputs.push_back(tensors.slot(client, tensors.plan().shards[entry.shard]));
+  const std::size_t first = tensors.firstContributor(entry.shard);
+  for (std::size_t client = 0; client < tensors.plan().numClients; ++client) {
+    const bool hasResult = !isStaged && client == first;
+    // A worker that has left may still write to its slot.
+    if (!hasResult && !tensors.isStandIn(entry.shard, client))
+      arrays.outputs.push_back(tensors.slot(client, tensors.plan().shards[entry.shard]));
+  }
   arrays.isMeasured = tensors.isMeasured(entry.shard);
   arrays.finish = std::move(finish);
   run(group, entry, std::move(arrays));
@@ -542,6 +634,13 @@ std::byte* NodeExchange::reachedResult(const Group& group, std::uint32_t shard) 
 }
 
 // ---- leaving ----
+
+void NodeExchange::workerLost(std::uint32_t rank, const std::string& text) {
+  FrameHeader header;
+  header.kind = FrameKind::kLost;
+  header.shard = rank;
+  links_.sendToAll(header, text);
+}
 
 void NodeExchange::workerLeft(std::uint32_t rank) {
   FrameHeader header;

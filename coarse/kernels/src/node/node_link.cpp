@@ -23,6 +23,19 @@ constexpr std::chrono::milliseconds kLongestWait{1000};
 
 bool carriesData(FrameKind kind) { return kind == FrameKind::kPartial || kind == FrameKind::kResult; }
 
+/// Whether the owner of the links handles a frame; other frames are events.
+bool isOfShard(FrameKind kind) { return carriesData(kind) || kind == FrameKind::kAbsent; }
+
+/// The longest payload of a frame that is an event.
+std::uint64_t mostBytes(FrameKind kind) {
+  return kind == FrameKind::kAbort || kind == FrameKind::kLost ? kMostTextBytes : 0;
+}
+
+NodeEvent::Kind eventKindOf(FrameKind kind) {
+  if (kind == FrameKind::kAbort) return NodeEvent::Kind::kAborted;
+  return kind == FrameKind::kLost ? NodeEvent::Kind::kWorkerLost : NodeEvent::Kind::kLeft;
+}
+
 FrameHeader headerFrom(const std::byte* data) {
   FrameHeader header;
   std::memcpy(&header, data, sizeof header);
@@ -90,7 +103,7 @@ struct NodeLinks::Link {
   std::size_t node = 0;
   std::uint32_t number = 0;   // among those to this node
   std::int64_t openedNs = 0;  // as the header had arrived
-  std::string text;           // of an abort
+  std::string text;           // of an abort or a loss
   bool hasEnded = false;
 };
 
@@ -148,20 +161,20 @@ void NodeLinks::send(std::size_t node, const FrameHeader& header, FramePayload p
                    payloadOf(header, std::move(payload)));
 }
 
-void NodeLinks::sendToAll(const FrameHeader& header) {
-  for (std::size_t link = 0; link < links_.size(); ++link) transport_->send(link, &header, sizeof header, {});
+void NodeLinks::sendToAll(FrameHeader header, const std::string& text) {
+  auto copy = std::make_shared<std::string>(text.substr(0, kMostTextBytes));
+  header.payloadBytes = copy->size();
+  const FramePayload payload{reinterpret_cast<std::byte*>(copy->data()), copy};
+  for (std::size_t link = 0; link < links_.size(); ++link)
+    transport_->send(link, &header, sizeof header, payloadOf(header, payload));
 }
 
 void NodeLinks::abort(const std::string& text) {
-  auto copy = std::make_shared<std::string>(text.substr(0, kMostAbortBytes));
+  // Results that are no longer awaited must not delay the news.
+  for (std::size_t link = 0; link < links_.size(); ++link) transport_->dropUnsent(link);
   FrameHeader header;
   header.kind = FrameKind::kAbort;
-  header.payloadBytes = copy->size();
-  const FramePayload payload{reinterpret_cast<std::byte*>(copy->data()), copy};
-  for (std::size_t link = 0; link < links_.size(); ++link) {
-    transport_->dropUnsent(link);  // results that are no longer awaited must not delay the news
-    transport_->send(link, &header, sizeof header, payloadOf(header, payload));
-  }
+  sendToAll(header, text);
 }
 
 void NodeLinks::sent(std::size_t link, const std::byte* data, std::int64_t queuedNs) noexcept {
@@ -186,12 +199,13 @@ Payload NodeLinks::open(std::size_t link, const std::byte* data, std::size_t hea
   if (headerBytes != sizeof(FrameHeader)) throw LinkError("it sent something that is no frame");
   Link& from = links_[link];
   const FrameHeader header = headerFrom(data);
-  if (carriesData(header.kind)) {
+  if (isOfShard(header.kind)) {
     from.openedNs = timelineNow();
     return payloadOf(header, receiver_.open(from.node, header));
   }
-  const bool isKnown = header.kind == FrameKind::kLeft || header.kind == FrameKind::kAbort;
-  if (!isKnown || header.payloadBytes > (header.kind == FrameKind::kAbort ? kMostAbortBytes : 0)) {
+  const bool isKnown =
+      header.kind == FrameKind::kLeft || header.kind == FrameKind::kAbort || header.kind == FrameKind::kLost;
+  if (!isKnown || header.payloadBytes > mostBytes(header.kind)) {
     throw LinkError("it sent a frame of kind " + std::to_string(static_cast<int>(header.kind)) + " with " +
                     std::to_string(header.payloadBytes) + " bytes");
   }
@@ -202,13 +216,11 @@ Payload NodeLinks::open(std::size_t link, const std::byte* data, std::size_t hea
 void NodeLinks::close(std::size_t link, const std::byte* data, const Payload& payload) {
   const Link& from = links_[link];
   const FrameHeader header = headerFrom(data);
-  if (carriesData(header.kind)) {
+  if (isOfShard(header.kind)) {
     note(EventKind::kNodeReceive, from.node, header, from.openedNs);
     receiver_.close(from.node, header, {nullptr, payload.keeper});
-  } else if (header.kind == FrameKind::kLeft) {
-    receiver_.event({NodeEvent::Kind::kLeft, from.node, header.shard, {}});
   } else {
-    receiver_.event({NodeEvent::Kind::kAborted, from.node, 0, from.text});
+    receiver_.event({eventKindOf(header.kind), from.node, header.shard, from.text});
   }
 }
 

@@ -36,7 +36,8 @@ void Inbox::abort() noexcept {
   futexWake(completed, 1);
 }
 
-GroupControl::GroupControl(std::byte* base, std::size_t numShards, std::size_t numClients) noexcept
+GroupControl::GroupControl(std::byte* base, std::size_t numShards, std::size_t numClients,
+                           std::size_t numRanks) noexcept
     : numClients_(numClients), mask_(queueCapacity(numShards) - 1) {
   doneStride_ = roundUp(numShards, kCacheLineBytes / sizeof(std::uint32_t));
   ArrayCursor cursor(base);
@@ -49,9 +50,11 @@ GroupControl::GroupControl(std::byte* base, std::size_t numShards, std::size_t n
   ready_ = cursor.take<ReadyCell>(capacity());
   done_ = cursor.take<std::atomic<std::uint32_t>>(doneStride_ * numClients);
   updates_ = cursor.take<UpdateRecord>(numShards);
+  absentSince_ = cursor.take<std::atomic<std::uint32_t>>(numRanks);
 }
 
-std::size_t GroupControl::numBytes(std::size_t numShards, std::size_t numClients) noexcept {
+std::size_t GroupControl::numBytes(std::size_t numShards, std::size_t numClients,
+                                   std::size_t numRanks) noexcept {
   ArrayCursor cursor(nullptr);
   cursor.take<Counter>(kNumCounters);
   cursor.take<std::atomic<std::uint32_t>>(numShards);
@@ -63,6 +66,7 @@ std::size_t GroupControl::numBytes(std::size_t numShards, std::size_t numClients
   cursor.take<std::atomic<std::uint32_t>>(roundUp(numShards, kCacheLineBytes / sizeof(std::uint32_t)) *
                                           numClients);
   cursor.take<UpdateRecord>(numShards);
+  cursor.take<std::atomic<std::uint32_t>>(numRanks);
   return cursor.offset();
 }
 

@@ -130,9 +130,9 @@ TensorGroup::TensorGroup(GroupPlan plan, int controlFd, const std::vector<Region
   if (slots.size() != plan_.numClients)
     throw std::invalid_argument("a tensor group needs the slots of every client");
   const std::size_t numShards = plan_.shards.size();
-  controlMapping_ = mapSealed(controlFd, GroupControl::numBytes(numShards, plan_.numClients),
+  controlMapping_ = mapSealed(controlFd, GroupControl::numBytes(numShards, plan_.numClients, plan_.numRanks),
                               Mapping::Access::kReadWrite, "group control");
-  control_ = GroupControl(controlMapping_.data(), numShards, plan_.numClients);
+  control_ = GroupControl(controlMapping_.data(), numShards, plan_.numClients, plan_.numRanks);
   for (const Region& region : slots) slots_.push_back(memory_->map(region, plan_.clientBytes(), "slots"));
   mapRows(rowsFds);
   if (plan_.hasOptimizer) mapOptimizer(optimizerFds);
@@ -216,7 +216,13 @@ std::size_t TensorGroup::firstClient(std::uint32_t shard) const noexcept {
   for (std::size_t client = firstClient(); client < plan_.numClients; ++client) {
     if (!isAbsent(shard, client)) return client;
   }
-  return 0;
+  return firstContributor(shard);
+}
+
+std::size_t TensorGroup::firstContributor(std::uint32_t shard) const noexcept {
+  std::size_t client = 0;
+  while (client < plan_.numClients && isStandIn(shard, client)) ++client;
+  return client == plan_.numClients ? 0 : client;
 }
 
 void TensorGroup::moveToReplica() {

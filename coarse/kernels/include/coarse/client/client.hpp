@@ -154,6 +154,8 @@ class Client {
   /// The clients that were lost before they contributed to the first tensor, which was pulled and is not
   /// dynamic: a memory device stood in for them. All clients get the same answer for the same step.
   std::vector<std::size_t> standIns(std::uint32_t group) const;
+  /// The same with workers of all nodes, by rank, if there are several. @pre GroupPlan::numRanks is not 0.
+  std::vector<std::size_t> absentRanks(std::uint32_t group) const;
   /// The number of the newest epoch. It changes only after all members have pushed the boundary of the last
   /// one.
   std::uint32_t newestEpoch() const noexcept;

@@ -152,6 +152,8 @@ class Proxy {
   std::vector<ProxyEvent> takeEvents();
   /// Messages and failures of other nodes since the last call.
   std::vector<NodeEvent> takeNodeEvents();
+  /// Informs other nodes that `client` is lost and the others go on; `text` describes the loss.
+  void loseWorker(std::size_t client, const std::string& text);
   /// A worker of another node will push no more; otherwise as clientLeft().
   void workerLeftNode(std::size_t node);
   /// All devices of another node have ended. Shards that still wait for them can never complete, and are

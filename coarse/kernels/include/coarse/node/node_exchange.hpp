@@ -76,6 +76,8 @@ class NodeExchange {
   /// Must be called before a shard's parameter is updated by a mean that nodes have computed before.
   void recordSettings(const TensorGroup& group, std::uint32_t shard);
 
+  /// A worker of this node is lost, and the others go on; `text` describes the loss.
+  void workerLost(std::uint32_t rank, const std::string& text);
   /// A worker of this node, whose rank is `rank`, will push no more.
   void workerLeft(std::uint32_t rank);
   /// The same for another node; shards that lack its contribution will never complete.
@@ -101,6 +103,9 @@ class NodeExchange {
   void send(std::size_t node, const GroupPointer& group, FrameHeader header, std::byte* payload);
   void run(const GroupPointer& group, const RingEntry& entry, ShardArrays arrays);
   void sendPartial(const GroupPointer& group, const RingEntry& entry);
+  std::vector<std::uint32_t> newlyAbsent(const Group& group, std::uint32_t shard) const;
+  std::vector<std::uint32_t> absentFrom(const Group& group, const RingEntry& entry) const;
+  void sendAbsence(std::size_t node, const GroupPointer& group, const RingEntry& entry, std::uint32_t rank);
   void arrive(const GroupPointer& group, const RingEntry& entry);
   void beginOwned(const GroupPointer& group, RingEntry entry);
   void reduceOwned(const GroupPointer& group, const RingEntry& entry);
@@ -113,10 +118,13 @@ class NodeExchange {
   void sendResults(const GroupPointer& group, const RingEntry& entry, const ShardShape& shape,
                    std::uint32_t numPresent);
   bool lacksOneThatLeft(const Group& group, std::uint32_t shard) const noexcept;
+  bool isDue(const Group& group, std::size_t node, const FrameHeader& header) const noexcept;
+  bool isAwaited(const Group& group, std::size_t node, const FrameHeader& header) const noexcept;
 
   FramePayload open(std::size_t node, const FrameHeader& header);
   FramePayload openPartial(const GroupPointer& group, std::size_t node, const FrameHeader& header);
   FramePayload openResult(const GroupPointer& group, std::size_t node, const FrameHeader& header);
+  FramePayload openAbsence(const GroupPointer& group, std::size_t node, const FrameHeader& header) const;
   void close(std::size_t node, const FrameHeader& header, const FramePayload& payload);
   void passOn(NodeEvent event, const std::function<void(NodeEvent)>& onEvent) const;
   void take(const GroupPointer& group, std::size_t node, const FrameHeader& header);

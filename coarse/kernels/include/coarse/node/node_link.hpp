@@ -22,6 +22,10 @@ enum class FrameKind : std::uint8_t {
   kResult = 2,   // the result, to every other node
   kLeft = 3,     // a worker has closed the session
   kAbort = 4,    // nothing more will complete; the payload gives the reason
+  kLost = 5,     // a worker is lost, and the others go on; the payload describes the loss
+  // From the step of this frame on, a memory device stands in for a worker. Before the partial, then before
+  // the result, of shard 0.
+  kAbsent = 6,
 };
 
 /// The header of every frame. A wire format: little-endian, as all supported processors.
@@ -31,11 +35,11 @@ struct FrameHeader {
   std::uint8_t op = 0;
   std::uint8_t compression = 0;
   std::uint32_t group = 0;
-  std::uint32_t shard = 0;  // for kLeft: the worker's rank
+  std::uint32_t shard = 0;  // for kLeft and kLost: the worker's rank
   std::uint32_t step = 0;
-  std::uint32_t numElements = 0;
-  std::uint32_t numPresent = 0;  // workers that contributed
-  std::uint32_t numCounted = 0;  // workers that count in a mean
+  std::uint32_t numElements = 0;  // for kAbsent: the worker's rank
+  std::uint32_t numPresent = 0;   // workers that contributed
+  std::uint32_t numCounted = 0;   // workers that count in a mean
   std::uint32_t settings =
       0;  // digest of the settings of the parameter's current or last update; 0 without an optimizer
   std::uint64_t payloadBytes = 0;
@@ -43,7 +47,8 @@ struct FrameHeader {
 };
 static_assert(sizeof(FrameHeader) == 48);
 
-inline constexpr std::uint64_t kMostAbortBytes = 64 * 1024;
+/// Of the payload of kAbort and kLost.
+inline constexpr std::uint64_t kMostTextBytes = 64 * 1024;
 
 /// A message from another node, or its failure.
 struct NodeEvent {
@@ -55,6 +60,7 @@ struct NodeEvent {
     kSilent = 4,       // connection `number` to it is silent: `text`
     kInterrupted = 5,  // connection `number` to it broke, because of `text`; another can replace it
     kAnswering = 6,    // that connection is in order again
+    kWorkerLost = 7,   // worker `number` of that node is lost, as `text` describes, and the others go on
   };
   Kind kind = Kind::kLost;
   std::size_t node = 0;
@@ -107,8 +113,8 @@ class NodeLinks final : private FrameHandler {
   /// Sends a frame to `node`, on the connection of its shard; drops a frame to a node that is gone. `payload`
   /// must stay unchanged until the receiver has reacted.
   void send(std::size_t node, const FrameHeader& header, FramePayload payload);
-  /// Sends a frame to every other node, on all connections.
-  void sendToAll(const FrameHeader& header);
+  /// Sends a frame to every other node, on all connections, with at most kMostTextBytes of `text`.
+  void sendToAll(FrameHeader header, const std::string& text = {});
   /// Notifies all other nodes that the session is over; drops queued frames.
   void abort(const std::string& text);
 

@@ -208,10 +208,17 @@ static_assert(sizeof(EpochTable) ==
 class GroupControl {
  public:
   GroupControl() = default;
-  GroupControl(std::byte* base, std::size_t numShards, std::size_t numClients) noexcept;
-  static std::size_t numBytes(std::size_t numShards, std::size_t numClients) noexcept;
+  /// @param numRanks GroupPlan::numRanks.
+  GroupControl(std::byte* base, std::size_t numShards, std::size_t numClients,
+               std::size_t numRanks = 0) noexcept;
+  static std::size_t numBytes(std::size_t numShards, std::size_t numClients,
+                              std::size_t numRanks = 0) noexcept;
 
   std::atomic<std::uint32_t>& arrivals(std::size_t shard) const noexcept { return arrivals_[shard]; }
+  /// In a job of several nodes that goes on without lost workers: the step of shard 0 from which on a memory
+  /// device stands in for the worker of this rank; 0 if none does. Equal on all nodes for the steps that are
+  /// complete.
+  std::atomic<std::uint32_t>& absentSince(std::size_t rank) const noexcept { return absentSince_[rank]; }
   /// Number of clients that contributed to the last completed step.
   std::atomic<std::uint32_t>& contributors(std::size_t shard) const noexcept { return contributors_[shard]; }
   Contribution& contribution(std::size_t shard, std::size_t client) const noexcept {
@@ -249,6 +256,7 @@ class GroupControl {
   ReadyCell* ready_ = nullptr;
   std::atomic<std::uint32_t>* done_ = nullptr;
   UpdateRecord* updates_ = nullptr;
+  std::atomic<std::uint32_t>* absentSince_ = nullptr;
   std::size_t numClients_ = 0;
   std::size_t doneStride_ = 0;
   std::uint64_t mask_ = 0;

@@ -66,6 +66,8 @@ ShardPiece pieceOf(std::uint32_t numElements, std::size_t piece, std::size_t cou
 struct GroupPlan {
   std::uint32_t id = 0;
   std::size_t numClients = 0;
+  // Workers of all nodes, if there are several and they go on without lost ones; else 0.
+  std::size_t numRanks = 0;
   std::size_t slotBytes = 0;  // of one client; tensors may share slots if the group has an optimizer
   std::vector<Shard> shards;
   bool hasOptimizer = false;  // parameters and states lie in device memory, and shards can update them
@@ -226,17 +228,25 @@ class TensorGroup {
   /// Reads settings and writes results of a client that has the place of a lost one, where it contributes
   /// itself.
   void remember(std::size_t client);
+  /// Whether a memory device has stood in for the client in the last step of this shard, which is not
+  /// dynamic.
+  /// @pre all contributions have arrived.
+  bool isStandIn(std::uint32_t shard, std::size_t client) const noexcept {
+    // relaxed: what a device has recorded for the step is complete.
+    return !plan_.shards[shard].isDynamic &&
+           __atomic_load_n(&control_.contribution(shard, client).numElements, __ATOMIC_RELAXED) != 0;
+  }
   /// Whether a memory device stands in for the client at this shard, or will.
   bool isAbsent(std::uint32_t shard, std::size_t client) const noexcept {
-    // relaxed: what a device has recorded for the step is complete.
-    return isLost(client) ||
-           (!plan_.shards[shard].isDynamic &&
-            __atomic_load_n(&control_.contribution(shard, client).numElements, __ATOMIC_RELAXED) != 0);
+    return isLost(client) || isStandIn(shard, client);
   }
+  /// The first client that has contributed to the shard itself, also if it is lost now; 0 for a dynamic
+  /// shard. It stays the same until the shard's next step. @pre all contributions have arrived.
+  std::size_t firstContributor(std::uint32_t shard) const noexcept;
   /// The first client that is not lost; plan().numClients if all are.
   std::size_t firstClient() const noexcept { return firstClient_.load(std::memory_order_acquire); }
-  /// The first client that contributes to the shard itself; 0 if none does. @pre all contributions have
-  /// arrived.
+  /// The first client that contributes to the shard itself and is not lost; if there is none,
+  /// firstContributor(). @pre all contributions have arrived.
   std::size_t firstClient(std::uint32_t shard) const noexcept;
   /// Uses the replica's contents as the optimizer's parameters and states from now on. @pre as for forget();
   /// this device has a replica.
