@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import TracebackType
 
 import numpy as np
@@ -280,14 +280,21 @@ class Session:
         """Opens a reducer that takes tensors by name from any thread. Until it closes, nothing else may be reduced.
 
         Raises:
-            ValueError: If the job has only one worker, or goes on without lost ones.
+            ValueError: If the job has only one worker, takes new ones, or goes on without lost ones on several nodes.
         """
-        if self.settings.least_workers:
+        if self.settings.replaces_workers:
             raise ValueError(
-                "reducing tensors by name needs all workers, but COARSE_MIN_WORKERS lets the job go on without lost "
-                "ones; unset it, or train with coarse.torch.DistributedDataParallel"
+                "COARSE_ON_LOSS=replace, COARSE_MAX_WORKERS: new workers cannot join a job that reduces tensors by "
+                "name. Set COARSE_ON_LOSS=continue and no COARSE_MAX_WORKERS, or train with "
+                "coarse.torch.DistributedDataParallel"
             )
-        return self._client.linked().open_async_reducer()
+        client = self._client.linked()
+        if self.settings.least_workers and client.has_other_nodes:
+            raise ValueError(
+                "COARSE_MIN_WORKERS: reducing tensors by name goes on without lost workers only on one node, but this "
+                "job has several. Unset it, or train with coarse.torch.DistributedDataParallel"
+            )
+        return client.open_async_reducer()
 
     def broadcast(self, array: AnyArray, *, root: int = 0) -> None:
         """Copies worker `root`'s array to all workers, in place; every worker calls it with the same arguments.
@@ -464,6 +471,13 @@ class Session:
         All workers but those that were lost before (docs/guides/elastic.md). After a step, equal on all workers.
         """
         return self._membership.ranks
+
+    def remove_members(self, lost: Collection[int]) -> None:
+        """Notes that workers are lost, which a reduction by name has shown; every worker calls it after the same one.
+
+        Results of groups that are pulled as a whole show it by themselves.
+        """
+        self._membership.remove(lost)
 
     def on_change(self, callback: Callable[[WorldChange], object]) -> None:
         """Calls back when `members` change: after the same step on all workers, in the training thread.

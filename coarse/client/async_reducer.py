@@ -184,13 +184,18 @@ class AsyncReducer:
             group.close()
         return True
 
-    def reduce_all(self, requests: Sequence[Request]) -> None:
+    def reduce_all(self, requests: Sequence[Request], weights: Sequence[float] = ()) -> None:
         """Reduces tensors and waits for all of them.
+
+        Args:
+            requests: The tensors.
+            weights: Of all workers, by client number, if the results are weighted sums. Where a worker is lost before
+                it has contributed, its weight goes to those that have. None may have been replaced.
 
         Raises:
             CoarseError: If this or any other request fails.
         """
-        failure = self._native.reduce_all(list(requests))
+        failure = self._native.reduce_all(list(requests), weights)
         if failure:
             raise self.failure or CoarseError(failure)
 

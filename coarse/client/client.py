@@ -754,6 +754,11 @@ class Client:
         """Finished steps, as TensorGroup.num_steps, of the group with the most, also if it is released."""
         return self._groups.num_steps
 
+    def count_steps(self) -> int:
+        """Finished steps; those that native code has timed if no tensor group is pulled as a whole (TensorFlow)."""
+        timed = "coarse_step_seconds_count"
+        return self.num_steps or int(self.read_metrics().total(timed, worker=str(self.rank)))
+
     @property
     def num_waits(self) -> int:
         """Grows with every wait that ends."""

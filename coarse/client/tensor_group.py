@@ -522,7 +522,7 @@ class TensorGroup:
         timeout_s = timeout_s or self._client.timeout_s
         self.check(self._native.pull_all(self.id, timeout_s), timeout_s=timeout_s)
         if self._client.may_lose_workers:
-            self._client.members.remove(self._lost_ranks())
+            self._client.members.remove(self.absent_workers())
         self.num_steps += not self._continues_step
         self._continues_step = False
         contributors = self._native.all_contributors(self.id)
@@ -532,11 +532,18 @@ class TensorGroup:
             self._on_step(contributors)
         return contributors
 
-    def _lost_ranks(self) -> set[int]:
-        """Workers that were lost before they contributed to the first tensor, which was pulled; equal on all."""
+    def absent_workers(self) -> set[int]:
+        """Ranks of workers that were lost before they contributed to the first tensor, whose result was pulled.
+
+        Equal on all workers after the same step.
+        """
         if self._client.num_ranks:
             return set(self._native.absent_ranks(self.id))
         return {self._client.ranks[each] for each in self._native.stand_ins(self.id)}
+
+    def contributors(self, index: int) -> int:
+        """Number of workers that contributed to the last result of a tensor; if shards differ, the fewest."""
+        return self._native.contributors(self.id, index)
 
     def continue_step(self) -> None:
         """Says that the next pull_all() is for updates by means that one has pulled already: both are of one step."""

@@ -106,7 +106,7 @@ class WorkerStatus:
             for labels in ({}, {"cause": "background"})
         )
         return note | {
-            "steps": self._finished_steps(client),
+            "steps": client.count_steps(),
             "samples": metrics.total("coarse_samples_total", worker=worker),
             "steps_s": metrics.total("coarse_step_seconds_sum", worker=worker),
             "blocked_s": waits - of_background,
@@ -122,16 +122,11 @@ class WorkerStatus:
         now = time.monotonic()
         is_waiting = self._waits_since_s is not None
         return {
-            "step": self._finished_steps(client),
+            "step": client.count_steps(),
             "synchronised_s": now - self._progressed_s,
             "waits_s": 0.0 if self._waits_since_s is None else now - self._waits_since_s,
             "waits_for": client.describe_wait() if is_waiting else "",
         }
-
-    def _finished_steps(self, client: Client) -> int:
-        """Native code alone counts the steps of TensorFlow's workers, which pull no tensor group as a whole."""
-        timed = "coarse_step_seconds_count"
-        return client.num_steps or int(client.read_metrics().total(timed, worker=str(self._address.number)))
 
     def metrics(self) -> Report:
         """The metrics of this node, by Prometheus's notation; {} without a session."""

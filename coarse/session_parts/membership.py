@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from coarse.client.membership.members import WorldChange
 from coarse.client.membership.termination_notice import TerminationNotice
@@ -48,6 +48,11 @@ class Membership:
         """Session.members."""
         client = self._client.of_several()
         return (self._rank,) if client is None else client.members.ranks
+
+    def remove(self, lost: Collection[int]) -> None:
+        """Session.remove_members()."""
+        if client := self._client.of_several():
+            client.members.remove(lost)
 
     def on_change(self, callback: Callable[[WorldChange], object]) -> None:
         """Session.on_change()."""
@@ -105,7 +110,7 @@ class Membership:
             )
         for callback in self._on_leave:
             callback()
-        steps = client.num_steps
+        steps = client.count_steps()
         tell_launcher(notes_pipe(), {"left": self._rank, "step": steps, "is_asked": self.notice.has_come})
         logger.info("[w%d] leaves at step %d", self._rank, steps)
         return True

@@ -1,5 +1,5 @@
-// The TensorFlow ops CoarseReduce, CoarseReduceRows and CoarseUpdate: a tensor, or rows of a table, reduced
-// over all workers by the AsyncReducer and AsyncRows of an open session.
+// The TensorFlow ops CoarseReduce, CoarseReduceRows, both also weighted, and CoarseUpdate: a tensor, or rows
+// of a table, reduced over all workers by the AsyncReducer and AsyncRows of an open session.
 //
 // Built for the TensorFlow that is installed (coarse/tensorflow/op_library.py). Asynchronous, and not run
 // in the order of the program, so that any number of tensors are under way at once, in whatever order the
@@ -74,9 +74,31 @@ void finish(void* opaque, const char* failure) {
   done();
 }
 
-/// Copies rows out of the memory that all workers share.
+/// Multiplies each row in float64, and rounds to float32, then to T.
+template <typename T>
+void scale(Tensor& rows, const double* factors) {
+  auto values = rows.flat_outer_dims<T>();
+  for (std::int64_t row = 0; row < values.dimension(0); ++row) {
+    for (std::int64_t i = 0; i < values.dimension(1); ++i)
+      values(row, i) = static_cast<T>(static_cast<float>(static_cast<float>(values(row, i)) * factors[row]));
+  }
+}
+
+void scaleRows(Tensor& rows, const double* factors) {
+  if (factors == nullptr) return;
+  switch (rows.dtype()) {
+    case tensorflow::DT_FLOAT:
+      return scale<float>(rows, factors);
+    case tensorflow::DT_BFLOAT16:
+      return scale<tensorflow::bfloat16>(rows, factors);
+    default:
+      return scale<Eigen::half>(rows, factors);
+  }
+}
+
+/// Copies rows out of the memory that all workers share, and multiplies each by its factor.
 absl::Status copyRows(OpKernelContext* context, std::uint64_t count, const std::uint64_t* numbers,
-                      const void* values) {
+                      const void* values, const double* factors) {
   const auto numRows = static_cast<std::int64_t>(count);
   tensorflow::TensorShape shape = context->input(0).shape();
   shape.set_dim(0, numRows);
@@ -85,15 +107,16 @@ absl::Status copyRows(OpKernelContext* context, std::uint64_t count, const std::
   if (status.ok()) status = context->allocate_output(1, {numRows}, &rows);
   if (!status.ok()) return status;
   std::memcpy(const_cast<char*>(result->tensor_data().data()), values, result->TotalBytes());
+  scaleRows(*result, factors);
   std::memcpy(const_cast<char*>(rows->tensor_data().data()), numbers, rows->TotalBytes());
   return status;
 }
 
 void finishRows(void* opaque, const char* failure, std::uint64_t count, const std::uint64_t* numbers,
-                const void* values) {
+                const void* values, const double* factors) {
   if (failure == nullptr) {
     OpKernelContext* const context = static_cast<UnderWay*>(opaque)->context;
-    context->SetStatus(copyRows(context, count, numbers, values));
+    context->SetStatus(copyRows(context, count, numbers, values, factors));
   }
   finish(opaque, failure);
 }
@@ -118,6 +141,17 @@ class KeyedOp : public AsyncOpKernel {
   std::int64_t number_;
 };
 
+/// The last input of weighted ops, which lies in the host's memory; others have none.
+struct Weights {
+  Weights(OpKernelContext* context, int place) {
+    if (context->num_inputs() <= place) return;
+    values = context->input(place).flat<double>().data();
+    count = static_cast<std::uint64_t>(context->input(place).NumElements());
+  }
+  const double* values = nullptr;
+  std::uint64_t count = 0;
+};
+
 class ReduceOp : public KeyedOp {
  public:
   using KeyedOp::KeyedOp;
@@ -130,9 +164,10 @@ class ReduceOp : public KeyedOp {
     Endpoint endpoint;
     OP_REQUIRES_OK_ASYNC(context, find(endpoint), done);
     const CoarseAsyncReducer& tensors = endpoint.tensors;
+    const Weights weights(context, 1);
     tensors.reduce(tensors.reducer, key(), input.tensor_data().data(),
-                   const_cast<char*>(output->tensor_data().data()), input.TotalBytes(), &finish,
-                   new UnderWay{context, std::move(done)});
+                   const_cast<char*>(output->tensor_data().data()), input.TotalBytes(), weights.values,
+                   weights.count, &finish, new UnderWay{context, std::move(done)});
   }
 };
 
@@ -156,7 +191,9 @@ class GpuTransfer {
         &context_->input(0), key_, device(), &inHost_, [this, tensors](const absl::Status& status) {
           if (!status.ok()) return end(status);
           char* const bytes = const_cast<char*>(inHost_.tensor_data().data());
-          tensors.reduce(tensors.reducer, key_, bytes, bytes, inHost_.TotalBytes(), &reduced, this);
+          const Weights weights(context_, 1);
+          tensors.reduce(tensors.reducer, key_, bytes, bytes, inHost_.TotalBytes(), weights.values,
+                         weights.count, &reduced, this);
         });
   }
 
@@ -213,10 +250,11 @@ class ReduceRowsOp : public KeyedOp {
                       absl::InvalidArgumentError("every row of values needs its number"), done);
     Endpoint endpoint;
     OP_REQUIRES_OK_ASYNC(context, find(endpoint), done);
-    endpoint.rows.reduce(endpoint.rows.rows, key(),
-                         reinterpret_cast<const std::int64_t*>(rows.tensor_data().data()),
-                         values.tensor_data().data(), static_cast<std::uint64_t>(rows.dim_size(0)),
-                         values.TotalBytes(), &finishRows, new UnderWay{context, std::move(done)});
+    const Weights weights(context, 2);
+    endpoint.rows.reduce(
+        endpoint.rows.rows, key(), reinterpret_cast<const std::int64_t*>(rows.tensor_data().data()),
+        values.tensor_data().data(), static_cast<std::uint64_t>(rows.dim_size(0)), values.TotalBytes(),
+        weights.values, weights.count, &finishRows, new UnderWay{context, std::move(done)});
   }
 };
 
@@ -259,6 +297,15 @@ class SequenceOp : public OpKernel {
   void Compute(OpKernelContext*) override {}
 };
 
+absl::Status shapesOfRows(tensorflow::shape_inference::InferenceContext* context) {
+  tensorflow::shape_inference::ShapeHandle values;
+  TF_RETURN_IF_ERROR(context->WithRankAtLeast(context->input(0), 1, &values));
+  TF_RETURN_IF_ERROR(context->ReplaceDim(values, 0, context->UnknownDim(), &values));
+  context->set_output(0, values);
+  context->set_output(1, context->Vector(context->UnknownDim()));
+  return absl::OkStatus();
+}
+
 }  // namespace
 
 REGISTER_OP("CoarseReduce")
@@ -275,6 +322,22 @@ REGISTER_OP("CoarseReduce")
 REGISTER_KERNEL_BUILDER(Name("CoarseReduce").Device(tensorflow::DEVICE_CPU), ReduceOp);
 REGISTER_KERNEL_BUILDER(Name("CoarseReduce").Device(tensorflow::DEVICE_GPU), ReduceOnGpuOp);
 
+REGISTER_OP("CoarseReduceWeighted")
+    .SetIsStateful()
+    .Attr("T: {float, double, bfloat16, half, int32, int64, uint8}")
+    .Attr("key: string")
+    .Attr("endpoint: int")
+    .Input("contribution: T")
+    .Input("weights: double")
+    .Output("result: T")
+    .SetShapeFn([](tensorflow::shape_inference::InferenceContext* context) {
+      context->set_output(0, context->input(0));
+      return absl::OkStatus();
+    });
+REGISTER_KERNEL_BUILDER(Name("CoarseReduceWeighted").Device(tensorflow::DEVICE_CPU), ReduceOp);
+REGISTER_KERNEL_BUILDER(Name("CoarseReduceWeighted").Device(tensorflow::DEVICE_GPU).HostMemory("weights"),
+                        ReduceOnGpuOp);
+
 REGISTER_OP("CoarseReduceRows")
     .SetIsStateful()
     .Attr("T: {float, bfloat16, half}")
@@ -284,15 +347,21 @@ REGISTER_OP("CoarseReduceRows")
     .Input("rows: int64")
     .Output("result: T")
     .Output("result_rows: int64")
-    .SetShapeFn([](tensorflow::shape_inference::InferenceContext* context) {
-      tensorflow::shape_inference::ShapeHandle values;
-      TF_RETURN_IF_ERROR(context->WithRankAtLeast(context->input(0), 1, &values));
-      TF_RETURN_IF_ERROR(context->ReplaceDim(values, 0, context->UnknownDim(), &values));
-      context->set_output(0, values);
-      context->set_output(1, context->Vector(context->UnknownDim()));
-      return absl::OkStatus();
-    });
+    .SetShapeFn(shapesOfRows);
 REGISTER_KERNEL_BUILDER(Name("CoarseReduceRows").Device(tensorflow::DEVICE_CPU), ReduceRowsOp);
+
+REGISTER_OP("CoarseReduceRowsWeighted")
+    .SetIsStateful()
+    .Attr("T: {float, bfloat16, half}")
+    .Attr("key: string")
+    .Attr("endpoint: int")
+    .Input("contribution: T")
+    .Input("rows: int64")
+    .Input("weights: double")
+    .Output("result: T")
+    .Output("result_rows: int64")
+    .SetShapeFn(shapesOfRows);
+REGISTER_KERNEL_BUILDER(Name("CoarseReduceRowsWeighted").Device(tensorflow::DEVICE_CPU), ReduceRowsOp);
 
 REGISTER_OP("CoarseUpdate")
     .SetIsStateful()

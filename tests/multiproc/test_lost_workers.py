@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -401,9 +402,52 @@ def test_torchrun_is_refused(job, monkeypatch):
         assert "torchrun ends all workers when one ends" in outcome.message
 
 
-def test_reducing_by_name_is_refused(job):
+def request(values):
+    return "weights/small", values.ctypes.data, values.ctypes.data, values.nbytes
+
+
+def test_tensors_are_reduced_by_name_without_a_lost_worker(job):
+    weights = [0.25, 0.5, 0.25]
+
     def worker(me):
-        with me.join(min_workers=1) as session, pytest.raises(ValueError, match="needs all workers"):
+        with (
+            me.join(min_workers=2) as session,
+            contextlib.closing(session.open_async_reducer()) as reducer,
+        ):
+            group = reducer.register("weights", specs())
+            found = []
+            for step in range(2):
+                values = np.full(SMALL, 2**me.rank, np.float32)
+                reducer.reduce_all([request(values)], weights)
+                found.append(
+                    [*np.unique(values).tolist(), group.contributors(0), sorted(group.absent_workers())]
+                )
+                if step == 0:
+                    me.tell()
+                    me.hear()
+            session.remove_members(group.absent_workers())
+            return found, session.members
+
+    workers = job.start(3, worker)
+    for each in workers:
+        each.hear()
+    workers[LOST].kill()
+    workers[LOST].finish()
+    survivors = [workers[0], workers[2]]
+    for survivor in survivors:
+        survivor.tell()
+    for outcome in [survivor.finish() for survivor in survivors]:
+        assert not outcome.error, outcome.details
+        # The weight of worker 1, half of all, goes to the others.
+        assert outcome.value == [[[ALL, 3, []], [2 * OTHERS, 2, [LOST]]], [0, 2]]
+
+
+def test_reducing_by_name_is_refused_where_new_workers_may_join(job):
+    def worker(me):
+        with (
+            me.join(min_workers=1, on_loss="replace") as session,
+            pytest.raises(ValueError, match="new workers cannot join a job that reduces tensors by name"),
+        ):
             session.open_async_reducer()
 
     job.run(2, worker)

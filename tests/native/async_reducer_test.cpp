@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <condition_variable>
+#include <cstring>
 #include <memory>
 #include <mutex>
 #include <numeric>
@@ -193,8 +194,8 @@ TEST_F(AsyncReducers, LibrariesReachThemThroughC) {
     const auto done = [](void* context, const char* failure) {
       (*static_cast<AsyncReducer::Done*>(context))(failure);
     };
-    library.reduce(library.reducer, "tensor0", buffers[rank].data(), buffers[rank].data(), kNumBytes, done,
-                   &dones[rank]);
+    library.reduce(library.reducer, "tensor0", buffers[rank].data(), buffers[rank].data(), kNumBytes, nullptr,
+                   0, done, &dones[rank]);
   }
   for (std::size_t rank = 0; rank < 2; ++rank) {
     ASSERT_TRUE(ends[rank].wait(1));
@@ -223,6 +224,26 @@ TEST_F(AsyncReducers, ClosingEndsWhatIsUnderWayAndWhatComesLater) {
   reducers_[0]->reduce("tensor2", buffer.data(), buffer.data(), kNumBytes, ends.expect());
   ASSERT_TRUE(ends.wait(4));
   EXPECT_EQ(ends.failure(), "the session is closed");
+}
+
+TEST_F(AsyncReducers, TheWeightOfALostWorkerGoesToTheOthers) {
+  const Bytes given = contribution(DType::kFloat32, kNumElements, 0, 1);
+  Bytes buffer = given;
+  const std::vector<double> weights = {1, 3};
+  Ends ends;
+  reducers_[0]->reduce("tensor7", buffer.data(), buffer.data(), kNumBytes, ends.expect(), kPresent,
+                       {weights.data(), weights.size()});
+  cluster_.proxy(0).clientEnded(1);
+  ASSERT_TRUE(eventually([&] { return !cluster_.proxy(0).takeDrained().empty(); }));
+  cluster_.proxy(0).standInFor(1);
+  ASSERT_TRUE(ends.wait(1));
+  ASSERT_EQ(ends.failure(), "");
+  for (std::size_t i = 0; i < kNumElements; ++i) {
+    float own = 0, sum = 0;
+    std::memcpy(&own, given.data() + i * sizeof own, sizeof own);
+    std::memcpy(&sum, buffer.data() + i * sizeof sum, sizeof sum);
+    ASSERT_EQ(sum, 4 * own);
+  }
 }
 
 TEST_F(ImpatientReducers, AWorkerThatDoesNotComeIsWaitedForSoLong) {

@@ -152,6 +152,30 @@ TEST_F(TwoTables, HaveTheRowsOfAllWorkersInOrdersOfTheirOwn) {
   }
 }
 
+TEST_F(TwoTables, TheWeightOfALostWorkerGoesToTheRowsOfTheOthers) {
+  const Given given = randomRows(1, 40);
+  const std::vector<double> weights = {1, 3};
+  std::vector<double> factors;
+  End end;
+  const AsyncRows::Done done = end.expect();
+  rows_[0]->reduce(nameOf(1), given.numbers.data(), given.values.data(), given.numbers.size(),
+                   given.values.size() * sizeof(float),
+                   [&](const char* failure, const AsyncRows::Result& result) {
+                     if (result.factors != nullptr)
+                       factors.assign(result.factors, result.factors + result.count);
+                     done(failure, result);
+                   },
+                   {weights.data(), weights.size()});
+  cluster_.proxy(0).clientEnded(1);
+  ASSERT_TRUE(eventually([&] { return !cluster_.proxy(0).takeDrained().empty(); }));
+  cluster_.proxy(0).standInFor(1);
+  ASSERT_EQ(end.wait(), "");
+  Sums expected;
+  given.addTo(expected);
+  EXPECT_EQ(end.sums(), expected);
+  EXPECT_EQ(factors, std::vector<double>(expected.size(), 4));
+}
+
 TEST_F(TwoTables, WhatIsNoRowOfTheTableIsRefused) {
   End beyond, negative, tooShort, unknown;
   reduce(0, 1, {{3, kNumRows}, std::vector<float>(2 * kRowElements)}, beyond);

@@ -230,6 +230,58 @@ TEST_P(LostClient, LeavesATensorWithoutAContributionOfWhichOnlyItHasPushedSomeSh
   }
 }
 
+/// The numbers, twice as large.
+Bytes doubled(DType dtype, Bytes numbers) {
+  const std::size_t count = numbers.size() / itemBytes(dtype);
+  if (dtype == DType::kFloat64) {
+    for (std::size_t i = 0; i < count; ++i) {
+      double number = 0;
+      std::memcpy(&number, numbers.data() + i * sizeof number, sizeof number);
+      number *= 2;
+      std::memcpy(numbers.data() + i * sizeof number, &number, sizeof number);
+    }
+    return numbers;
+  }
+  std::vector<float> wide(count);
+  widen(dtype, numbers.data(), wide.data(), count);
+  for (float& number : wide) number *= 2;
+  narrow(dtype, wide.data(), numbers.data(), count, 1, ReduceOp::kSum);
+  return numbers;
+}
+
+TEST_P(LostClient, LeavesToTheOthersItsWeightOfTheShardsToWhichItHasNotContributed) {
+  constexpr std::uint32_t kElements = 5000, kShardElements = 2000;
+  const std::size_t numClients = GetParam().numClients;
+  Clients all(numClients);
+  std::iota(all.begin(), all.end(), 0);
+  const Clients others(all.begin() + 1, all.end());
+  std::vector<double> weights(numClients, 0.25);
+  weights[0] *= static_cast<double>(others.size());  // half of all
+  for (const DType dtype : {DType::kFloat32, DType::kFloat64, DType::kBFloat16, DType::kFloat16}) {
+    Job job(GetParam(), makePlan(kGroup, numClients, {{kElements, dtype, ReduceOp::kSum}}, kShardElements));
+    job.cluster.start();
+    const Bytes given = contribution(dtype, kElements, 0, 1);
+    std::memcpy(job.cluster.slots(job.plan, 0), given.data(), given.size());
+    job.cluster.client(0).beginPush(kGroup, 0);
+    ASSERT_EQ(job.cluster.client(0).post(kGroup, {0, 1, 1}, kPresent), WaitStatus::kDone);
+    for (const std::size_t client : others) job.push(client, 0, 1);
+    job.lose(0);
+    const std::size_t endOfFirst = kShardElements * itemBytes(dtype);
+    const auto divisor = static_cast<std::uint32_t>(numClients);
+    Bytes expected = result(dtype, ReduceOp::kSum, kElements, all, 1, divisor);
+    const Bytes rest = doubled(dtype, result(dtype, ReduceOp::kSum, kElements, others, 1, divisor));
+    std::copy(rest.begin() + endOfFirst, rest.end(), expected.begin() + endOfFirst);
+    for (const std::size_t client : others) {
+      Bytes sum(given.size());
+      ASSERT_EQ(job.cluster.client(client).pull(kGroup, 0, sum.data(), kPatienceSeconds), WaitStatus::kDone);
+      job.cluster.client(client).compensateForLost(kGroup, 0, sum.data(), {weights.data(), numClients});
+      EXPECT_TRUE(sum == expected) << "client " << client << ", dtype " << static_cast<int>(dtype);
+      EXPECT_THROW(job.cluster.client(client).compensateForLost(kGroup, 0, sum.data(), {weights.data(), 1}),
+                   std::invalid_argument);
+    }
+  }
+}
+
 TEST_P(LostClient, IsNoReasonToReportOneThatLeaves) {
   Job job(GetParam(), twoTensors(GetParam().numClients));
   job.cluster.start();

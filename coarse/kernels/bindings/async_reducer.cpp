@@ -55,11 +55,13 @@ struct CloseWithoutGil {
 };
 using Holder = std::unique_ptr<AsyncReducer, CloseWithoutGil>;
 
-std::string reduceAll(AsyncReducer& reducer, const std::vector<RequestTuple>& requests) {
+std::string reduceAll(AsyncReducer& reducer, const std::vector<RequestTuple>& requests,
+                      const std::vector<double>& weights) {
   Latch latch(requests.size());
   for (const auto& [key, source, destination, numBytes] : requests)
     reducer.reduce(key, reinterpret_cast<const void*>(source), reinterpret_cast<void*>(destination), numBytes,
-                   [&latch](const char* failure) { latch.countDown(failure); });
+                   [&latch](const char* failure) { latch.countDown(failure); }, kPresent,
+                   {weights.data(), weights.size()});
   return latch.wait();
 }
 
@@ -81,7 +83,8 @@ void registerAsyncReducer(py::module_& module) {
       .def("add", &AsyncReducer::add, py::arg("key"), py::arg("group"), py::arg("tensor"),
            py::arg("num_bytes"), ReleaseGil())
       .def("remove", &AsyncReducer::remove, py::arg("key"), ReleaseGil())
-      .def("reduce_all", &reduceAll, py::arg("requests"), ReleaseGil())
+      .def("reduce_all", &reduceAll, py::arg("requests"), py::arg("weights") = std::vector<double>(),
+           ReleaseGil())
       .def("close", &AsyncReducer::close, ReleaseGil())
       .def_property_readonly("interface", [](const AsyncReducer& reducer) {
         return reinterpret_cast<std::uintptr_t>(&reducer.interface());

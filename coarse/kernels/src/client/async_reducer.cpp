@@ -25,9 +25,11 @@ class Inside {
 };
 
 void reduceThrough(void* reducer, const char* key, const void* source, void* destination,
-                   std::uint64_t numBytes, CoarseReduceDone done, void* context) {
+                   std::uint64_t numBytes, const double* weights, std::uint64_t numWeights,
+                   CoarseReduceDone done, void* context) {
   static_cast<AsyncReducer*>(reducer)->reduce(
-      key, source, destination, numBytes, [done, context](const char* failure) { done(context, failure); });
+      key, source, destination, numBytes, [done, context](const char* failure) { done(context, failure); },
+      kPresent, {weights, static_cast<std::size_t>(numWeights)});
 }
 
 }  // namespace
@@ -75,9 +77,9 @@ bool AsyncReducer::remove(const std::string& key) {
 }
 
 void AsyncReducer::reduce(std::string_view key, const void* source, void* destination, std::size_t numBytes,
-                          Done done, std::uint8_t flags) {
+                          Done done, std::uint8_t flags, Weights weights) {
   const Inside inside(numInside_);
-  Request request{source, destination, std::move(done), flags};
+  Request request{source, destination, std::move(done), flags, weights};
   numSubmitting_.fetch_add(1);
   const std::string failure = take(key, numBytes, request);
   // The last of concurrent callers wakes the memory devices, because a wake-up costs a context switch.
@@ -191,6 +193,10 @@ bool AsyncReducer::collect() {
     try {
       status =
           client_.pull(next.tensor->group, next.tensor->index, next.request.destination, timeoutSeconds_);
+      if (status == WaitStatus::kDone && next.request.weights.count > 0) {
+        client_.compensateForLost(next.tensor->group, next.tensor->index,
+                                  static_cast<std::byte*>(next.request.destination), next.request.weights);
+      }
     } catch (...) {  // its group was removed
       putBack(std::move(finished), status);
       throw;

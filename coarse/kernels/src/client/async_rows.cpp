@@ -1,5 +1,6 @@
 #include "coarse/client/async_rows.hpp"
 
+#include <algorithm>
 #include <exception>
 #include <stdexcept>
 #include <utility>
@@ -8,12 +9,14 @@ namespace coarse {
 namespace {
 
 void reduceThrough(void* rows, const char* key, const std::int64_t* numbers, const void* values,
-                   std::uint64_t count, std::uint64_t valueBytes, CoarseRowsDone done, void* context) {
+                   std::uint64_t count, std::uint64_t valueBytes, const double* weights,
+                   std::uint64_t numWeights, CoarseRowsDone done, void* context) {
   static_cast<AsyncRows*>(rows)->reduce(
       key, numbers, values, count, valueBytes,
       [done, context](const char* failure, const AsyncRows::Result& result) {
-        done(context, failure, result.count, result.numbers, result.values);
-      });
+        done(context, failure, result.count, result.numbers, result.values, result.factors);
+      },
+      {weights, static_cast<std::size_t>(numWeights)});
 }
 
 const Shard& firstShardOf(const GroupPlan& plan, std::uint32_t tensor) {
@@ -39,6 +42,8 @@ void AsyncRows::add(const std::string& key, std::uint32_t group, std::uint32_t c
   Table added;
   added.counterKey = key + "/count";
   added.rowsKey = key + "/rows";
+  added.group = group;
+  added.tensor = table;
   const RowTable layout = plan.rowTables()[table];
   added.numBytes = layout.numRows * layout.rowBytes;
   added.rows = std::make_unique<ClientRows>(rowsFd, plan.rowsBytes(), layout, shard.dtype);
@@ -61,14 +66,14 @@ bool AsyncRows::remove(const std::string& key) {
 }
 
 void AsyncRows::reduce(std::string_view key, const std::int64_t* numbers, const void* values,
-                       std::uint64_t count, std::size_t valueBytes, Done done) {
+                       std::uint64_t count, std::size_t valueBytes, Done done, Weights weights) {
   Table* const table = find(key);
   if (table == nullptr) return done(("no table was registered as " + std::string(key)).c_str(), {});
   if (const std::size_t expected = count * table->rows->rowBytes(); expected != valueBytes) {
     const std::string lengths = std::to_string(expected) + " bytes, not " + std::to_string(valueBytes);
     return done((std::to_string(count) + " rows of " + std::string(key) + " have " + lengths).c_str(), {});
   }
-  Request request{numbers, values, count, std::move(done)};
+  Request request{numbers, values, count, std::move(done), weights};
   {
     const std::lock_guard lock(mutex_);
     if (table->isUnderWay) {
@@ -111,12 +116,36 @@ void AsyncRows::push(Table& table) {
                   [this, &table](const char* failure) { finish(table, failure); });
 }
 
+/// What each row is to be multiplied by, so that the others have the weight of lost workers; empty if nobody
+/// is lost.
+std::vector<double> AsyncRows::factorsOf(const Table& table, const Result& rows) const {
+  const Weights& weights = table.request.weights;
+  if (weights.count == 0) return {};
+  const std::vector<double> ofShards = client_.compensations(table.group, table.tensor, weights);
+  if (std::all_of(ofShards.begin(), ofShards.end(), [](double factor) { return factor == 1; })) return {};
+  const GroupPlan& plan = client_.plan(table.group);
+  std::vector<double> factors;
+  auto factor = ofShards.begin();
+  std::uint64_t endOfShard = 0;
+  for (const Shard& shard : plan.shards) {
+    if (shard.tensor != table.tensor) continue;
+    endOfShard += shard.numElements / plan.rowElements[table.tensor];
+    while (factors.size() < rows.count && rows.numbers[factors.size()] < endOfShard)
+      factors.push_back(*factor);
+    ++factor;
+  }
+  return factors;
+}
+
 void AsyncRows::finish(Table& table, const char* failure) {
   const Done done = std::move(table.request.done);
   Result result;
+  std::vector<double> factors;
   if (failure == nullptr) {
     const RowList rows = table.rows->result();
     result = {table.rows->resultCount(), rows.numbers, rows.values};
+    factors = factorsOf(table, result);
+    if (!factors.empty()) result.factors = factors.data();
   }
   done(failure, result);
   {

@@ -446,11 +446,9 @@ std::vector<std::size_t> Client::standIns(std::uint32_t groupId) const {
   const std::uint32_t step = group.tensors[group.plan.shards[0].tensor].step;
   std::vector<std::size_t> clients;
   for (std::size_t client = 0; client < group.plan.numClients; ++client) {
-    // Another client may have pushed the next step, from which memory devices may stand in, too.
-    const std::uint32_t first =
-        __atomic_load_n(&group.control.contribution(0, client).numElements, __ATOMIC_RELAXED);
+    const bool isAbsent = hasStandIn(group, 0, client, step);
     const std::uint32_t last = group.control.contribution(0, client).step.load(std::memory_order_acquire);
-    if (first != 0 && first <= step && last > group.joinedAfter[client]) clients.push_back(client);
+    if (isAbsent && last > group.joinedAfter[client]) clients.push_back(client);
   }
   return clients;
 }

@@ -55,8 +55,10 @@ class AsyncReducer {
   /// @param done is called from any thread, perhaps before this returns; both buffers must stay valid until
   /// then.
   /// @param flags of the descriptors: the work to be done with the tensor.
+  /// @param weights if the result is a weighted sum, whose weights include those of clients that may have
+  /// been lost since: Client::compensateForLost(). They must stay valid until `done`.
   void reduce(std::string_view key, const void* source, void* destination, std::size_t numBytes, Done done,
-              std::uint8_t flags = kPresent);
+              std::uint8_t flags = kPresent, Weights weights = {});
   /// Waits, in the caller's thread, for other clients' changes to memory that all share. Such a change wakes
   /// no one and takes no longer than a copy.
   /// @param group, tensor named in the failure's description.
@@ -74,6 +76,7 @@ class AsyncReducer {
     void* destination = nullptr;
     Done done;
     std::uint8_t flags = kPresent;
+    Weights weights;
   };
   struct Tensor {
     std::uint32_t group = 0;

@@ -5,7 +5,7 @@
 /// The interface by which libraries that are built separately, for one version of a framework, reach an
 /// AsyncReducer and its AsyncRows of this process. It is C, so the compilers need not match.
 
-#define COARSE_ASYNC_REDUCER_VERSION 1u
+#define COARSE_ASYNC_REDUCER_VERSION 2u
 
 typedef void (*CoarseReduceDone)(void* context, const char* failure);
 
@@ -13,23 +13,26 @@ typedef struct CoarseAsyncReducer {
   uint32_t version; /* COARSE_ASYNC_REDUCER_VERSION */
   void* reducer;
   /* AsyncReducer::reduce(): `done` is called once, maybe before this returns, from any thread; `failure` is
-     null after success, and else belongs to the caller of `done`. Never throws. */
+     null after success, and else belongs to the caller of `done`. `weights` are of the workers, or null; they
+     must stay valid until `done`. Never throws. */
   void (*reduce)(void* reducer, const char* key, const void* source, void* destination, uint64_t num_bytes,
-                 CoarseReduceDone done, void* context);
+                 const double* weights, uint64_t num_weights, CoarseReduceDone done, void* context);
 } CoarseAsyncReducer;
 
-#define COARSE_ASYNC_ROWS_VERSION 1u
+#define COARSE_ASYNC_ROWS_VERSION 2u
 
-/* `numbers` and `values` of the `count` rows are valid during the call. */
+/* `numbers` and `values` of the `count` rows, and `factors`, are valid during the call. Each row is to be
+   multiplied by its factor; null stands for 1. */
 typedef void (*CoarseRowsDone)(void* context, const char* failure, uint64_t count, const uint64_t* numbers,
-                               const void* values);
+                               const void* values, const double* factors);
 
 typedef struct CoarseAsyncRows {
   uint32_t version; /* COARSE_ASYNC_ROWS_VERSION */
   void* rows;
-  /* AsyncRows::reduce(): `done` as above. Never throws. */
+  /* AsyncRows::reduce(): `done` and `weights` as above. Never throws. */
   void (*reduce)(void* rows, const char* key, const int64_t* numbers, const void* values, uint64_t count,
-                 uint64_t value_bytes, CoarseRowsDone done, void* context);
+                 uint64_t value_bytes, const double* weights, uint64_t num_weights, CoarseRowsDone done,
+                 void* context);
 } CoarseAsyncRows;
 
 #define COARSE_ASYNC_UPDATES_VERSION 1u

@@ -9,6 +9,7 @@
 #include <string>
 #include <string_view>
 #include <unordered_map>
+#include <vector>
 
 #include "coarse/client/async_reducer.hpp"
 #include "coarse/client/async_reducer_interface.h"
@@ -31,6 +32,7 @@ class AsyncRows {
     std::uint64_t count = 0;
     const std::uint64_t* numbers = nullptr;
     const std::byte* values = nullptr;
+    const double* factors = nullptr;  // by which the receiver multiplies each row; null for 1
   };
   /// Called once for each reduce(): null and the result, or the failure.
   using Done = std::function<void(const char* failure, const Result& result)>;
@@ -56,8 +58,9 @@ class AsyncRows {
   /// valid until `done`.
   /// @param valueBytes of all values.
   /// @param done is called from any thread, perhaps before this returns.
+  /// @param weights as for AsyncReducer::reduce().
   void reduce(std::string_view key, const std::int64_t* numbers, const void* values, std::uint64_t count,
-              std::size_t valueBytes, Done done);
+              std::size_t valueBytes, Done done, Weights weights = {});
   /// The interface for separately built libraries; valid as long as this object.
   const CoarseAsyncRows& interface() const noexcept { return interface_; }
 
@@ -67,9 +70,11 @@ class AsyncRows {
     const void* values = nullptr;
     std::uint64_t count = 0;
     Done done;
+    Weights weights;
   };
   struct Table {
     std::string counterKey, rowsKey;
+    std::uint32_t group = 0, tensor = 0;
     std::size_t numBytes = 0;
     std::unique_ptr<ClientRows> rows;
     std::int64_t numRows = 0;  // of this client, then of all
@@ -82,6 +87,7 @@ class AsyncRows {
   void begin(Table& table);
   void push(Table& table);
   void finish(Table& table, const char* failure);
+  std::vector<double> factorsOf(const Table& table, const Result& rows) const;
 
   Client& client_;
   AsyncReducer& reducer_;

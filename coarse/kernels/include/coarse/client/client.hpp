@@ -59,6 +59,12 @@ struct ClientProbe {
   ProbeRequest request;
 };
 
+/// Each client's weight in a weighted sum; empty for other results.
+struct Weights {
+  const double* values = nullptr;
+  std::size_t count = 0;
+};
+
 struct ClientConfig {
   std::size_t numDevices = 1;
   std::vector<int>
@@ -151,6 +157,15 @@ class Client {
   /// The clients that have contributed to a later step of `tensor` than this client.
   std::vector<std::size_t> clientsAhead(std::uint32_t group, std::uint32_t tensor) const;
   std::vector<std::uint32_t> allContributors(std::uint32_t group) const;
+  /// Corrects a weighted sum to which clients have not contributed because they were lost: scales each shard
+  /// so that the weights of those that have contributed are as much as all weights were. All clients compute
+  /// the same bits. Tensors of integers stay as they are. No client may have taken a lost one's place.
+  /// @param result the tensor, as pull() has copied it.
+  /// @throws std::invalid_argument unless each client has a weight.
+  void compensateForLost(std::uint32_t group, std::uint32_t tensor, std::byte* result,
+                         const Weights& weights) const;
+  /// What compensateForLost() multiplies each shard of a tensor by; 1 where all have contributed.
+  std::vector<double> compensations(std::uint32_t group, std::uint32_t tensor, const Weights& weights) const;
   /// The clients that were lost before they contributed to the first tensor, which was pulled and is not
   /// dynamic: a memory device stood in for them. All clients get the same answer for the same step.
   std::vector<std::size_t> standIns(std::uint32_t group) const;
@@ -294,6 +309,10 @@ class Client {
   static void fetchPending(Group& group);
   static void beginFetch(const Group& group, std::uint32_t first, std::uint32_t last);
   static std::uint32_t contributorsOf(const Group& group, const ClientTensor& tensor) noexcept;
+  static bool hasStandIn(const Group& group, std::uint32_t shard, std::size_t client,
+                         std::uint32_t step) noexcept;
+  static double compensation(const Group& group, std::uint32_t shard, std::uint32_t step,
+                             const Weights& weights);
   static void copyOut(const Group& group, std::uint32_t first, std::uint32_t last, const ClientTensor& tensor,
                       std::byte* destination) noexcept;
   template <typename IsDone>
