@@ -291,8 +291,8 @@ class Session:
         client = self._client.linked()
         if self.settings.least_workers and client.has_other_nodes:
             raise ValueError(
-                "COARSE_MIN_WORKERS: reducing tensors by name goes on without lost workers only on one node, but this "
-                "job has several. Unset it, or train with coarse.torch.DistributedDataParallel"
+                "COARSE_MIN_WORKERS: reducing tensors by name goes on without lost workers only within one node, but "
+                "this job has several. Unset it, or train with coarse.torch.DistributedDataParallel"
             )
         return client.open_async_reducer()
 

@@ -1,4 +1,7 @@
-"""Keras callbacks that write files: only the first worker writes, and all workers use the data that it reads."""
+"""Keras callbacks that write files: only the chief writes, and all workers use the data that it reads.
+
+The chief is the first worker; after its loss, the first one that is left, which continues the files.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ _WRITERS = {
 
 
 def guard(callback_classes: Any, strategy_class: Any) -> None:
-    """Restricts Keras's writing callbacks to the first worker, for models of a strategy.
+    """Restricts Keras's writing callbacks to the chief, for models of a strategy.
 
     Args:
         callback_classes: The module keras.callbacks.
@@ -40,21 +43,58 @@ def _named(callback_class: Any, methods: Sequence[str]) -> list[str]:
 
 def _guard(callback_class: Any, method: str, strategy_class: Any) -> None:
     @replaces(callback_class, method)
-    def on_first_worker(original: Any, self: Any, *arguments: Any, **keywords: Any) -> Any:
+    def on_chief(original: Any, self: Any, *arguments: Any, **keywords: Any) -> Any:
         model = arguments[0] if method == "set_model" and arguments else self.model
         strategy = getattr(model, "_distribute_strategy", None)
-        if isinstance(strategy, strategy_class) and strategy.rank != 0:
-            if method == "set_model":
-                self._model = model
-            return None
         if not isinstance(strategy, strategy_class):
             return original(self, *arguments, **keywords)
-        with strategy.extended._alone():
-            return original(self, *arguments, **keywords)
+        if strategy.is_chief and _has_started(self, method):
+            with strategy.extended._alone():
+                return original(self, *arguments, **keywords)
+        if method == "set_model":
+            self._model = model
+        elif method == "on_train_begin":
+            self._has_missed_start = True
+        elif method == "_save_model":
+            _follow_best(self, *arguments, **keywords)
+        return None
+
+
+def _has_started(callback: Any, method: str) -> bool:
+    """Whether a callback of the chief may write; starts it if this worker was not the chief when `fit` began."""
+    if method in ("set_model", "on_train_begin"):
+        callback._has_missed_start = False
+    if not getattr(callback, "_has_missed_start", False):
+        return True
+    if method.startswith("on_test"):  # the validation has begun without it
+        return False
+    _continue(callback)
+    return True
+
+
+def _continue(callback: Any) -> None:
+    """Starts a callback within `fit`, so that it continues the files of the former chief."""
+    if hasattr(callback, "csv_file"):
+        callback.append = True
+        callback.on_train_begin()
+        return
+    callback.set_model(callback.model)
+    callback.on_train_begin()
+    callback._global_train_batch = int(callback.model.optimizer.iterations)
+    callback.on_epoch_begin(0)
+
+
+def _follow_best(callback: Any, epoch: int = 0, batch: Any = None, logs: Any = None) -> None:
+    """Notes the best value that the chief has saved, for when this worker becomes the chief."""
+    current = (logs or {}).get(getattr(callback, "monitor", None))
+    if current is None or callback.monitor_op is None or np.ndim(current) > 0:
+        return
+    if callback._is_improvement(current, callback.best):
+        callback.best = current
 
 
 def share_restored(callback_list_class: Any, strategy_class: Any) -> None:
-    """Makes all workers continue from BackupAndRestore's backup on the first worker, the only one that writes.
+    """Makes all workers continue from BackupAndRestore's backup on the chief, the only worker that writes.
 
     Its folder may be on a disk that is invisible to other workers, or each worker may have its own.
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +26,7 @@ Signature = tuple[str, int]
 """Dtype and number of elements of a tensor."""
 
 _RECORD_BYTES = 512
-_TEXT_BYTES = _RECORD_BYTES - 8
+_TEXT_BYTES = _RECORD_BYTES - 9  # then a 1, which records of lost workers lack, and a number
 _CHUNK_BYTES = 128 << 10
 _NUM_CHUNKS = 4
 _MOST_OFFERED = 1024  # registrations of functions per agreement between workers; the others follow later
@@ -59,6 +60,9 @@ class Collectives:
 
     Unused registrations are released at the next registration, which synchronises all workers.
 
+    In a job that goes on without lost workers, operations have the parts of those that have contributed, the same on
+    all workers. A gather or broadcast begins anew if a worker is lost in the middle of it.
+
     Args:
         session: Session of several workers; the caller still owns it.
     """
@@ -68,6 +72,10 @@ class Collectives:
         self.num_workers = session.identity.world_size
         self.writes_for_node = self.rank == session.node_workers[0]
         """Whether this worker writes the memory that all workers of the node share."""
+        self.may_lose_workers = session.settings.least_workers > 0
+        """Whether the session goes on without lost workers."""
+        self._session = session
+        self._lost: set[int] = set()
         self._most_workers_of_a_node = session.most_workers_of_a_node
         self._reducer = session.open_async_reducer()
         self._cannot_reduce_rows = session.cannot_reduce_rows()
@@ -101,8 +109,7 @@ class Collectives:
             graphs: Graphs of the function that will reduce them, and of enclosing functions. When they are deleted on
                 all workers, the keys are released. Registrations without graphs are never released.
         """
-        wanted = (name, op, tuple(signatures))
-        return self._registered(wanted, graphs, lambda: self._register(*wanted))
+        return self._registration_of(name, op, signatures, graphs).keys
 
     @property
     def rows_interface(self) -> int:
@@ -166,10 +173,17 @@ class Collectives:
             with _explained(f"asking for {name}"):
                 return self._reducer.register_table(group, spec), [group]
 
-        return self._registered((name, op, dtype, num_rows, row_elements), graphs, register)[0]
+        return self._registered((name, op, dtype, num_rows, row_elements), graphs, register).keys[0]
 
-    def reduce(self, name: str, op: str, arrays: Sequence[Array]) -> list[Array]:
+    def reduce(
+        self, name: str, op: str, arrays: Sequence[Array], weights: Sequence[float] = ()
+    ) -> list[Array]:
         """Reduces arrays over all workers; returns new ones.
+
+        Args:
+            name, op: As for keys_of().
+            arrays: The arrays.
+            weights: As for AsyncReducer.reduce_all(), by rank.
 
         Raises:
             CoarseError: If workers or memory devices are lost, or a worker does not participate in time.
@@ -177,13 +191,15 @@ class Collectives:
         sources = [np.asarray(array, order="C") for array in arrays]
         results = [np.empty(source.shape, source.dtype) for source in sources]
         full = [i for i, source in enumerate(sources) if source.size]
-        keys = (
-            self.keys_of(name, op, [(sources[i].dtype.name, sources[i].size) for i in full]) if full else []
-        )
-        self._reduce_all(
-            [_request(key, sources[i], results[i]) for key, i in zip(keys, full, strict=True)],
-            f"reducing {name}",
-        )
+        if not full:
+            return results
+        signatures = [(sources[i].dtype.name, sources[i].size) for i in full]
+        registration = self._registration_of(name, op, signatures)
+        requests = [
+            _request(key, sources[i], results[i]) for key, i in zip(registration.keys, full, strict=True)
+        ]
+        self._reduce_all(requests, f"reducing {name}", weights)
+        self._see_losses(registration.group)
         return results
 
     def open_channel(self, channel: str, graphs: Sequence[Any]) -> None:
@@ -193,10 +209,10 @@ class Collectives:
             channel: Its name.
             graphs: As for keys_of().
         """
-        self._channel_keys(channel, graphs)
+        self._channel(channel, graphs)
 
-    def gather(self, name: str, array: Array, channel: str = DEFAULT_CHANNEL) -> list[Array]:
-        """Returns every worker's array, by rank. Arrays may differ in their first dimension.
+    def gather(self, name: str, array: Array, channel: str = DEFAULT_CHANNEL) -> dict[int, Array]:
+        """Returns the array of each worker that is not lost, by rank. Arrays may differ in their first dimension.
 
         Raises:
             SchemaMismatchError: If workers call different operations.
@@ -204,23 +220,24 @@ class Collectives:
         array = np.asarray(array, order="C")
         row = array.shape[1:]
         what = f"gathering {name}: {array.dtype} rows of shape {list(row)}"
-        with self._lock_of(channel):
-            lengths = self._compare(channel, what, len(array))
-            row_bytes = array.dtype.itemsize * int(np.prod(row, dtype=np.int64))
-            ends = np.cumsum(lengths) * row_bytes
-            contents = np.zeros(int(ends[-1]), np.uint8)
-            start = int(ends[self.rank]) - array.nbytes
-            contents[start : start + array.nbytes] = _bytes_of(array)
-            self._add_up(channel, contents, what)
+        row_bytes = array.dtype.itemsize * int(np.prod(row, dtype=np.int64))
+
+        def lay_out(lengths: dict[int, int]) -> Array:
+            before = sum(length for rank, length in lengths.items() if rank < self.rank) * row_bytes
+            contents = np.zeros(sum(lengths.values()) * row_bytes, np.uint8)
+            contents[before : before + array.nbytes] = _bytes_of(array)
+            return contents
+
+        lengths, contents = self._exchange(channel, what, len(array), lay_out)
+        if not row_bytes:
+            return dict.fromkeys(lengths, array)
+        ends = np.cumsum(list(lengths.values())) * row_bytes
         pieces = np.split(contents, ends[:-1])
-        return (
-            [piece.view(array.dtype).reshape(-1, *row) for piece in pieces]
-            if row_bytes
-            else [array] * len(pieces)
-        )
+        arrays = [piece.view(array.dtype).reshape(-1, *row) for piece in pieces]
+        return dict(zip(lengths, arrays, strict=True))
 
     def broadcast(self, what: str, array: Array, channel: str = DEFAULT_CHANNEL) -> Array:
-        """Returns worker 0's array on all workers.
+        """Returns the array of the first worker that is not lost on all workers.
 
         Args:
             what: Name of the operation, for errors: "creating variable w".
@@ -230,13 +247,28 @@ class Collectives:
             SchemaMismatchError: If workers call different operations.
         """
         what = f"{what}: {array.dtype}{list(array.shape)}"
-        contents = np.zeros(array.nbytes, np.uint8)
-        if self.rank == 0:
-            contents[:] = _bytes_of(np.asarray(array, order="C"))
-        with self._lock_of(channel):
-            self._compare(channel, what, 0)
-            self._add_up(channel, contents, what)
+
+        def lay_out(present: dict[int, int]) -> Array:
+            contents = np.zeros(array.nbytes, np.uint8)
+            if self.rank == min(present):
+                contents[:] = _bytes_of(np.asarray(array, order="C"))
+            return contents
+
+        _, contents = self._exchange(channel, what, 0, lay_out)
         return contents.view(array.dtype).reshape(array.shape)
+
+    def note_losses(self) -> None:
+        """Tells the session which workers are lost, as reductions and exchanges have shown so far.
+
+        Call it after the same ones on all workers, so that all learn of it at the same point of their program.
+        """
+        if self._lost:
+            self._session.remove_members(self._lost)
+
+    def note_present(self, present: Sequence[int]) -> None:
+        """As note_losses(), for a reduction by the op: which workers have contributed to it, by rank."""
+        self._lost.update(rank for rank, is_present in enumerate(present) if not is_present)
+        self.note_losses()
 
     def close(self) -> None:
         """Ends running operations with an error. Idempotent."""
@@ -247,15 +279,21 @@ class Collectives:
         wanted: tuple[Any, ...],
         graphs: Sequence[Any],
         register: Callable[[], tuple[TensorGroup, list[str]]],
-    ) -> list[str]:
-        """The keys of the registration `wanted`, which `graphs` use from now on."""
+    ) -> _Registration:
+        """The registration `wanted`, which `graphs` use from now on."""
         with self._registering:
             if wanted not in self._registrations:
                 self._release_unused(f"asking for {wanted[0]}")
                 self._registrations[wanted] = _Registration(*register(), is_of_functions=bool(graphs))
             registration = self._registrations[wanted]
             registration.graphs.update(graphs)
-            return registration.keys
+            return registration
+
+    def _registration_of(
+        self, name: str, op: str, signatures: Sequence[Signature], graphs: Sequence[Any] = ()
+    ) -> _Registration:
+        wanted = (name, op, tuple(signatures))
+        return self._registered(wanted, graphs, lambda: self._register(*wanted))
 
     def _release_unused(self, what: str) -> None:
         """Releases unused registrations; all workers are about to register the same, and no other thread registers.
@@ -278,10 +316,10 @@ class Collectives:
             return []
         if not self._offers:
             _, self._offers = self._register("what nobody uses", "sum", (("int32", _MOST_OFFERED),))
-        votes = np.zeros(_MOST_OFFERED, np.int32)
-        votes[: len(offered)] = [not self._registrations[wanted].graphs for wanted in offered]
-        self._reduce_all([_request(self._offers[0], votes, votes)], what)
-        return [wanted for wanted, vote in zip(offered, votes, strict=False) if vote == self.num_workers]
+        users = np.zeros(_MOST_OFFERED, np.int32)
+        users[: len(offered)] = [bool(self._registrations[wanted].graphs) for wanted in offered]
+        self._reduce_all([_request(self._offers[0], users, users)], what)
+        return [wanted for wanted, count in zip(offered, users, strict=False) if count == 0]
 
     def _register(
         self, name: str, op: str, signatures: tuple[Signature, ...]
@@ -305,29 +343,54 @@ class Collectives:
         with self._registering:
             return self._exchanging.setdefault(channel, threading.Lock())
 
-    def _channel_keys(self, channel: str, graphs: Sequence[Any] = ()) -> list[str]:
-        """Keys of the exchanged operation names, and of the chunks in which contents are transferred."""
+    def _channel(self, channel: str, graphs: Sequence[Any] = ()) -> _Registration:
+        """The exchanged operation names, and the chunks in which contents are transferred."""
         signatures = [("uint8", self.num_workers * _RECORD_BYTES)] + [("uint8", _CHUNK_BYTES)] * _NUM_CHUNKS
-        return self.keys_of(channel, "sum", signatures, graphs)
+        return self._registration_of(channel, "sum", signatures, graphs)
 
-    def _compare(self, channel: str, what: str, number: int) -> list[int]:
-        """Checks that all workers call the same operation; returns each worker's number."""
+    def _exchange(
+        self, channel: str, what: str, number: int, lay_out: Callable[[dict[int, int]], Array]
+    ) -> tuple[dict[int, int], Array]:
+        """Adds up the bytes that `lay_out` returns on each worker for the numbers of all; returns both.
+
+        Each byte is non-zero on at most one worker. Begins anew, on all workers, if one of them is lost meanwhile.
+        """
+        with self._lock_of(channel):
+            while True:
+                numbers = self._compare(channel, what, number)
+                contents = lay_out(numbers)
+                if self._add_up(channel, contents, what, len(numbers)):
+                    return numbers, contents
+
+    def _see_losses(self, group: TensorGroup) -> None:
+        if self.may_lose_workers:
+            self._lost |= group.absent_workers()
+
+    def _compare(self, channel: str, what: str, number: int) -> dict[int, int]:
+        """Checks that all workers call the same operation; returns the number of each that is not lost, by rank."""
         text = what.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
         records = np.zeros((self.num_workers, _RECORD_BYTES), np.uint8)
-        records[self.rank] = np.frombuffer(text + number.to_bytes(8, "little"), np.uint8)
-        self._reduce_all([_request(self._channel_keys(channel)[0], records, records)], what)
-        texts = [bytes(record[:_TEXT_BYTES]).rstrip(b"\0").decode(errors="replace") for record in records]
-        if len(set(texts)) > 1:
-            doings = "; ".join(f"worker {rank} is {each}" for rank, each in enumerate(texts))
+        records[self.rank] = np.frombuffer(text + b"\1" + number.to_bytes(8, "little"), np.uint8)
+        registration = self._channel(channel)
+        self._reduce_all([_request(registration.keys[0], records, records)], what)
+        self._see_losses(registration.group)
+        present = {rank: bytes(record) for rank, record in enumerate(records) if record[_TEXT_BYTES]}
+        texts = {
+            rank: record[:_TEXT_BYTES].rstrip(b"\0").decode(errors="replace")
+            for rank, record in present.items()
+        }
+        if len(set(texts.values())) > 1:
+            doings = "; ".join(f"worker {rank} is {each}" for rank, each in texts.items())
             raise SchemaMismatchError(
                 f"worker {self.rank}: the workers' operations differ: {doings}. Every worker must create the same "
                 "variables and reduce the same values, in the same order."
             )
-        return [int.from_bytes(bytes(record[_TEXT_BYTES:]), "little") for record in records]
+        return {rank: int.from_bytes(record[_TEXT_BYTES + 1 :], "little") for rank, record in present.items()}
 
-    def _add_up(self, channel: str, contents: Array, what: str) -> None:
-        """Sums the bytes of all workers in place; each byte is non-zero on at most one worker."""
-        keys = self._channel_keys(channel)[1:]
+    def _add_up(self, channel: str, contents: Array, what: str, num_present: int) -> bool:
+        """Sums the bytes of all workers in place; returns whether so many have contributed to all of them."""
+        registration = self._channel(channel)
+        keys = registration.keys[1:]
         for start in range(0, contents.size, _CHUNK_BYTES * _NUM_CHUNKS):
             requests = []
             pieces = []
@@ -340,12 +403,21 @@ class Collectives:
             for piece, whole in pieces:
                 if piece is not whole:
                     piece[:] = whole[: piece.size]
+            if self._fewest_contributors(registration.group, len(requests)) < num_present:
+                return False
+        return True
 
-    def _reduce_all(self, requests: list[Request], what: str) -> None:
+    def _fewest_contributors(self, group: TensorGroup, num_chunks: int) -> int:
+        """The fewest workers that have contributed to one of a channel's first chunks."""
+        if not self.may_lose_workers:
+            return self.num_workers
+        return min(group.contributors(1 + chunk) for chunk in range(num_chunks))
+
+    def _reduce_all(self, requests: list[Request], what: str, weights: Sequence[float] = ()) -> None:
         if not requests:
             return
         with _explained(what):
-            self._reducer.reduce_all(requests)
+            self._reducer.reduce_all(requests, weights)
 
 
 @contextlib.contextmanager
@@ -365,13 +437,30 @@ def can_reduce(dtype: str) -> bool:
     return dtype in ITEM_BYTES
 
 
-def add_up(parts: Sequence[Array], op: str) -> Array:
-    """Reduces gathered arrays, in rank order."""
+def add_up(parts: Mapping[int, Array], op: str, weights: Array | None = None) -> Array:
+    """Reduces gathered arrays, in rank order.
+
+    Args:
+        parts: The arrays, by rank.
+        op: "sum", "mean" or "max".
+        weights: As for AsyncReducer.reduce_all(), by rank.
+    """
     combine: Callable[[Array, Array], Array] = np.maximum if op == "max" else np.add
-    total = parts[0]
-    for part in parts[1:]:
-        total = combine(total, part)
-    return (total / len(parts)).astype(total.dtype) if op == "mean" else total
+    total = functools.reduce(combine, parts.values())
+    if op == "mean":
+        return (total / len(parts)).astype(total.dtype)
+    return total if weights is None else (total * compensation(parts, weights)).astype(total.dtype)
+
+
+def compensation(present: Iterable[int], weights: Array) -> float:
+    """The factor by which a weighted sum gives the weights of lost workers to the others.
+
+    Args:
+        present: Ranks of the workers that have contributed to the sum.
+        weights: Weights of all workers, by rank.
+    """
+    of_all, of_present = float(weights.sum()), float(weights[list(present)].sum())
+    return of_all / of_present if of_present else 1.0
 
 
 def _request(key: str, source: Array, destination: Array) -> Request:

@@ -15,7 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from coarse.errors import CoarseError
+from coarse.errors import CoarseError, WorkerLostError
 from coarse.tensorflow.callbacks import guard, share_restored
 from coarse.tensorflow.replacing import replaces
 from coarse.tensorflow.saving import write_whole_files
@@ -56,9 +56,10 @@ def apply(strategy_class: Any) -> None:
     _patch_outputs(trainer, strategy_class)
     _patch_metrics(Trainer, strategy_class)
     _patch_shuffling(trainer.TFEpochIterator, strategy_class)
+    _patch_distribution(trainer.TFEpochIterator, strategy_class)
     for method in ("fit", "train_on_batch"):
         _patch_training(trainer.TensorFlowTrainer, method, strategy_class)
-    _patch_steps(trainer.TensorFlowTrainer)
+    _patch_steps(trainer.TensorFlowTrainer, strategy_class)
     for method in ("evaluate", "predict"):
         _patch_inference(trainer.TensorFlowTrainer, method, strategy_class)
     _patch_compile(Trainer, strategy_class)
@@ -139,6 +140,19 @@ def _patch_shuffling(iterator_class: Any, strategy_class: Any) -> None:
             original(self, distribute_strategy, *arguments, **keywords)
 
 
+def _patch_distribution(iterator_class: Any, strategy_class: Any) -> None:
+    """Distributes data among the workers that are left, whenever an epoch, evaluation or prediction begins."""
+
+    @replaces(iterator_class, "__iter__")
+    def begin(original: Any, self: Any) -> Any:
+        strategy, before = self._distribute_strategy, self._distributed_dataset
+        if isinstance(strategy, strategy_class):
+            self._distributed_dataset = strategy.extended._redistributed(before)
+        if self._distributed_dataset is not before and before.cardinality == tf.data.INFINITE_CARDINALITY:
+            self._current_iterator = None  # which would last for all epochs
+        return original(self)
+
+
 def _patch_training(trainer_class: Any, method: str, strategy_class: Any) -> None:
     """Warns of models built outside of scope(), which have no strategy: Keras trains them on each worker separately.
 
@@ -170,15 +184,19 @@ def _patch_training(trainer_class: Any, method: str, strategy_class: Any) -> Non
         return returned
 
 
-def _patch_steps(trainer_class: Any) -> None:
-    """Records the steps of fit() in the timeline, if this process records one."""
+def _patch_steps(trainer_class: Any, strategy_class: Any) -> None:
+    """Records the steps of fit() in the timeline, if this process records one; follows lost workers."""
 
     @replaces(trainer_class, "make_train_function")
     def make_train_function(original: Any, self: Any, *arguments: Any, **keywords: Any) -> Any:
         before = self.train_function
         returned = original(self, *arguments, **keywords)
-        if recorder.is_recording() and self.train_function is not before:
+        if self.train_function is before:
+            return returned
+        if recorder.is_recording():
             self.train_function = _recorded(self.train_function)
+        if isinstance(self._distribute_strategy, strategy_class):
+            self.train_function = _followed(self.train_function, self._distribute_strategy)
         return returned
 
 
@@ -189,6 +207,19 @@ def _recorded(step: Callable[..., Any]) -> Callable[..., Any]:
             return step(*arguments)
 
     return recorded
+
+
+def _followed(step: Callable[..., Any], strategy: Any) -> Callable[..., Any]:
+    """The step, before which this worker leaves if it is asked to, and after which all know who is lost."""
+
+    @functools.wraps(step)
+    def followed(*arguments: Any) -> Any:
+        strategy.begin_step()
+        returned = step(*arguments)
+        strategy.extended._note_losses()
+        return returned
+
+    return followed
 
 
 @contextlib.contextmanager
@@ -210,7 +241,10 @@ def _place_of_verbose(method: Any) -> int:
 
 
 def _patch_inference(trainer_class: Any, method: str, strategy_class: Any) -> None:
-    """Evaluates and predicts with statistics of all workers' rows, also after train_on_batch()."""
+    """Evaluates and predicts with statistics of all workers' rows, also after train_on_batch().
+
+    Also makes predict() return all rows if a worker is lost meanwhile.
+    """
     shows_at = _place_of_verbose(getattr(trainer_class, method))
 
     @replaces(trainer_class, method)
@@ -223,9 +257,35 @@ def _patch_inference(trainer_class: Any, method: str, strategy_class: Any) -> No
         averages, self._averages_at_epochs = getattr(self, "_averages_at_epochs", False), False
         try:
             with _told_shortly():
-                return original(self, *arguments, **keywords)
+                if method == "evaluate" or not isinstance(self._distribute_strategy, strategy_class):
+                    return original(self, *arguments, **keywords)
+                predict = functools.partial(original, self, *arguments, **keywords)
+                inputs = arguments[0] if arguments else keywords.get("x")
+                return _predicted(predict, inputs, self._distribute_strategy)
         finally:
             self._averages_at_epochs = averages
+
+
+def _predicted(predict: Callable[[], Any], inputs: Any, strategy: Any) -> Any:
+    """The predictions; predicts again if a worker was lost meanwhile, because its rows are missing.
+
+    Raises:
+        WorkerLostError: If the inputs are an iterator, which cannot begin anew.
+    """
+    if not strategy.extended._may_lose_workers:
+        return predict()
+    strategy.extended._meet("beginning predict()")
+    while True:
+        members = strategy.session.members
+        predictions = predict()
+        strategy.extended._meet("ending predict()")
+        if strategy.session.members == members:
+            return predictions
+        if isinstance(inputs, Iterator):
+            raise WorkerLostError(
+                f"worker {strategy.rank}: predictions lack the rows of workers that were lost in predict(), and an "
+                "iterator cannot begin anew. Predict from arrays or a tf.data.Dataset"
+            )
 
 
 def _average_statistics(model: Any, strategy_class: Any) -> None:
@@ -261,7 +321,7 @@ def _gathered_weights(model: Any) -> list[Any]:
 def _quieted(model: Any, keywords: dict[str, Any], strategy_class: Any) -> dict[str, Any]:
     """Keywords that restrict progress output to the first worker, unless the caller passes `verbose`."""
     strategy = model._distribute_strategy
-    is_first = not isinstance(strategy, strategy_class) or strategy.rank == 0
+    is_first = not isinstance(strategy, strategy_class) or strategy.is_chief
     if is_first or keywords.get("verbose", "auto") != "auto":
         return keywords
     return keywords | {"verbose": 0}

@@ -17,7 +17,9 @@ from coarse.tensorflow.op_library import KernelBuildError, build_library, prebui
 
 logger = logging.getLogger(__name__)
 
-_UNORDERED = frozenset({"CoarseReduce", "CoarseReduceRows", "CoarseUpdate"})
+_UNORDERED = frozenset(
+    {"CoarseReduce", "CoarseReduceWeighted", "CoarseReduceRows", "CoarseReduceRowsWeighted", "CoarseUpdate"}
+)
 """Stateful ops that each tf.function may run concurrently, as with TensorFlow's own collectives."""
 
 
@@ -45,20 +47,39 @@ class ReduceKernel:
         ):
             raise KernelBuildError(f"{library} was built for another version of COARSE; remove it")
 
-    def reduce(self, tensors: Sequence[Any], keys: Sequence[str]) -> list[Any]:
-        """Reduces tensors in a graph, each separately; all are reduced when the graph has run."""
+    def reduce(self, tensors: Sequence[Any], keys: Sequence[str], weights: Any = None) -> list[Any]:
+        """Reduces tensors in a graph, each separately; all are reduced when the graph has run.
+
+        Args:
+            tensors, keys: The tensors and their keys.
+            weights: As for Operations.reduce().
+        """
         results = []
         for tensor, key in zip(tensors, keys, strict=True):
             with tf.device(_place_of(tensor)):
-                results.append(self._ops.coarse_reduce(contribution=tensor, key=key, endpoint=self._number))
+                results.append(self._reduced(tensor, key, weights))
         with tf.control_dependencies(results), tf.device(results[0].device):
             self._ops.coarse_sequence()
         return results
 
-    def reduce_rows(self, values: Any, numbers: Any, key: str) -> tuple[Any, Any]:
-        """Reduces rows of a table; returns the rows of all workers and their numbers, ascending without repeats."""
-        results = self._ops.coarse_reduce_rows(
-            contribution=values, rows=numbers, key=key, endpoint=self._number
+    def _reduced(self, tensor: Any, key: str, weights: Any) -> Any:
+        given = {"contribution": tensor, "key": key, "endpoint": self._number}
+        if weights is None:
+            return self._ops.coarse_reduce(**given)
+        return self._ops.coarse_reduce_weighted(weights=weights, **given)
+
+    def reduce_rows(self, values: Any, numbers: Any, key: str, weights: Any = None) -> tuple[Any, Any]:
+        """Reduces rows of a table; returns the rows of all workers and their numbers, ascending without repeats.
+
+        Args:
+            values, numbers, key: The rows, their numbers, and the key of their table.
+            weights: As for Operations.reduce().
+        """
+        given = {"contribution": values, "rows": numbers, "key": key, "endpoint": self._number}
+        results = (
+            self._ops.coarse_reduce_rows(**given)
+            if weights is None
+            else self._ops.coarse_reduce_rows_weighted(weights=weights, **given)
         )
         if ops.inside_function():
             with tf.control_dependencies(results):

@@ -16,7 +16,8 @@ from coarse.tensorflow.strategy import Strategy
 class MetricsCallback(keras.callbacks.Callback):  # type: ignore[misc,unused-ignore]
     """Reports the metrics of the first worker's node while `fit` trains a model of a coarse.tensorflow.Strategy.
 
-    On every worker it also counts the rows of each batch as samples. Pass one on each worker; only the first writes.
+    On every worker it also counts the rows of each batch as samples. Pass one on each worker; only the first one that
+    is not lost writes.
 
     Args:
         log_dir: Folder for TensorBoard, as keras.callbacks.TensorBoard's; None if only `write` is wanted.
@@ -47,11 +48,7 @@ class MetricsCallback(keras.callbacks.Callback):  # type: ignore[misc,unused-ign
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Begins to report, on the first worker."""
-        session = self._strategy().session
-        if session.identity.rank == 0 and self._reporter is None:
-            writes = [] if self._log_dir is None else [_tensorboard(self._log_dir)]
-            writes += [] if self._write is None else [self._write]
-            self._reporter = MetricsReporter(session.metrics, _to_all(writes), every=self._every)
+        self._open_reporter()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Starts to count batches anew."""
@@ -62,9 +59,18 @@ class MetricsCallback(keras.callbacks.Callback):  # type: ignore[misc,unused-ign
         new, self._num_batches = batch + 1 - self._num_batches, batch + 1
         strategy = self._strategy()
         strategy.session.count_samples(new * strategy.extended.rows_of_step())
+        self._open_reporter()
         if self._reporter is not None:
             for _ in range(new):
                 self._reporter.step()
+
+    def _open_reporter(self) -> None:
+        strategy = self._strategy()
+        if not strategy.is_chief or self._reporter is not None:
+            return
+        writes = [] if self._log_dir is None else [_tensorboard(self._log_dir)]
+        writes += [] if self._write is None else [self._write]
+        self._reporter = MetricsReporter(strategy.session.metrics, _to_all(writes), every=self._every)
 
     def _strategy(self) -> Strategy:
         strategy = self.model.distribute_strategy

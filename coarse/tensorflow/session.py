@@ -20,9 +20,10 @@ def join_session(launch: LauncherEnvironment, number: int) -> Session:
     """Joins the session of this process's `number`-th strategy.
 
     Raises:
-        RendezvousError: If workers are missing, present twice, or do not agree.
+        RendezvousError: If workers are missing, present twice, or do not agree; if new workers are to join later.
     """
     settings = Settings.from_environment()
+    _check_newcomers(settings)
     name = f"tensorflow{number}"
     if launch.address is None:
         from coarse.store import DirectoryStore
@@ -38,6 +39,15 @@ def join_session(launch: LauncherEnvironment, number: int) -> Session:
     return Session.join(
         identity=_with_neighbours(launch.identity, addresses), store=store, settings=settings, name=name
     )
+
+
+def _check_newcomers(settings: Settings) -> None:
+    if settings.replaces_workers:
+        raise RendezvousError(
+            "COARSE_ON_LOSS=replace, COARSE_MAX_WORKERS: new workers cannot join a job of coarse.tensorflow, because "
+            "nobody gives them the variables and the position in the data. Set COARSE_ON_LOSS=continue and no "
+            "COARSE_MAX_WORKERS: the job then goes on without lost workers"
+        )
 
 
 # Global because worker 0 can serve its address only once for all strategies; forks have no store.

@@ -30,6 +30,7 @@ from coarse.tensorflow.collectives import Collectives
 from coarse.tensorflow.kernel import ReduceKernel, load_kernel
 from coarse.tensorflow.operations import Operations
 from coarse.tensorflow.session import join_session
+from coarse.tensorflow.step_contributors import StepContributors
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +94,11 @@ class Strategy(tf.distribute.Strategy):  # type: ignore[misc,unused-ignore]
         return self._coarse_session.identity.rank
 
     @property
+    def is_chief(self) -> bool:
+        """Whether this worker has the lowest rank of those that are not lost: the one that writes files."""
+        return bool(self.extended._is_chief)
+
+    @property
     def session(self) -> Session:
         """The session of this strategy's workers and memory devices."""
         return self._coarse_session
@@ -109,6 +115,21 @@ class Strategy(tf.distribute.Strategy):  # type: ignore[misc,unused-ignore]
                 f"reduce_op={reduce_op!r}: workers can be reduced by SUM or MEAN; for others gather() and reduce here"
             )
         return super().reduce(reduce_op, value, axis)
+
+    def begin_step(self) -> None:
+        """Notes which workers the last step has shown to be lost, and leaves the job if SIGTERM has asked for that.
+
+        Only in a job that goes on without lost workers (docs/guides/elastic.md). `fit` and `train_on_batch` call it,
+        and so does run() outside of functions. Call it between two steps if a tf.function calls run().
+
+        Raises:
+            SystemExit: If this worker has left.
+        """
+        self.extended._note_losses()
+        if self._coarse_session.is_asked_to_leave:
+            self.extended._close()
+            self._coarse_session.leave()
+            raise SystemExit(0)
 
     def close(self, *, is_finished: bool = True) -> None:
         """Leaves the job; memory devices end when the last worker has left. Idempotent.
@@ -142,6 +163,7 @@ class _ReplicaContext(distribute_lib.ReplicaContext):  # type: ignore[misc,unuse
         self._rows = rows
         self._entry = ops.get_default_graph()
         self._fractions: dict[Any, Any] = {}
+        self._counted: set[Any] = set()
 
     @property
     def has_weighed_a_loss(self) -> bool:
@@ -156,9 +178,24 @@ class _ReplicaContext(distribute_lib.ReplicaContext):  # type: ignore[misc,unuse
         """
         graph = self._function_graph()
         if graph not in self._fractions:
-            with contextlib.nullcontext() if graph is None else graph.as_default():
+            with _in_graph(graph):
                 self._fractions[graph] = self._measure_fraction()
         return self._fractions[graph]
+
+    def _weights(self) -> Any:
+        """Weights for the reduction of gradients, if workers may be lost; None otherwise.
+
+        Counts the workers in each function that has not done so for a loss.
+        """
+        contributors = self._strategy.extended._counted_contributors
+        if contributors is None:
+            return None
+        graph = self._function_graph()
+        if graph not in self._fractions and graph not in self._counted:
+            self._counted.add(graph)
+            with _in_graph(graph):
+                contributors.count(None if self._rows is None else self._rows.read_value())
+        return contributors.weights()
 
     def _function_graph(self) -> Any:
         """The graph of the function being traced, or of the loop within which the step began; None outside."""
@@ -170,6 +207,9 @@ class _ReplicaContext(distribute_lib.ReplicaContext):  # type: ignore[misc,unuse
         return graph
 
     def _measure_fraction(self) -> Any:
+        contributors = self._strategy.extended._counted_contributors
+        if contributors is not None:
+            return contributors.weigh(None if self._rows is None else self._rows.read_value())
         if self._rows is None:
             return tf.constant(1 / self._strategy.num_replicas_in_sync, tf.float32)
         rows = self._rows.read_value()
@@ -191,12 +231,17 @@ class _ReplicaContext(distribute_lib.ReplicaContext):  # type: ignore[misc,unuse
     def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
         """As tf.distribute's."""
         if self._is_for_updates:
-            return self._strategy.extended._replica_ctx_all_reduce(reduce_op, value, options)
+            weights = self._weights() if reduce_op == reduce_util.ReduceOp.SUM else None
+            return self._strategy.extended._reduce_nested(reduce_op, value, weights=weights)
         return super().all_reduce(reduce_op, value, options)
 
     @property
     def devices(self) -> Any:
         return self._strategy.extended.worker_devices
+
+
+def _in_graph(graph: Any) -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext() if graph is None else graph.as_default()
 
 
 class CoarseExtended(OneDeviceExtended):  # type: ignore[misc,unused-ignore]
@@ -206,6 +251,8 @@ class CoarseExtended(OneDeviceExtended):  # type: ignore[misc,unused-ignore]
         self._identity = session.identity
         self._settings = session.settings
         self._cannot_share = session.cannot_update()
+        self._members = tuple(range(self._identity.world_size))
+        self._contributors: StepContributors | None = None
         self._operations: Operations | None = None
         self._collectives: Collectives | None = None
         self._kernel: ReduceKernel | None = None
@@ -222,12 +269,15 @@ class CoarseExtended(OneDeviceExtended):  # type: ignore[misc,unused-ignore]
             self._operations = Operations(self._collectives, self._kernel)
             with tf.init_scope(), tf.device("/CPU:0"):
                 self._rows = tf.Variable(0, dtype=tf.int64, trainable=False, name="rows_of_step")
+            if self._collectives.may_lose_workers:
+                self._contributors = StepContributors(self._operations)
+                session.on_change(self._set_members)
 
     def _kernel_of_all(self, own: ReduceKernel | None) -> ReduceKernel | None:
         """Returns the op if every worker has it, because all workers must reduce in the same way. Collective."""
         assert self._collectives is not None
         has_it = self._collectives.gather("op", np.array([own is not None], np.int32))
-        lacking = [rank for rank, (has,) in enumerate(has_it) if not has]
+        lacking = [rank for rank, (has,) in has_it.items() if not has]
         if own is None or not lacking:
             return own
         logger.warning(
@@ -244,6 +294,34 @@ class CoarseExtended(OneDeviceExtended):  # type: ignore[misc,unused-ignore]
         if self._collectives is not None:
             self._collectives.close()
 
+    def _set_members(self, members: tuple[int, ...]) -> None:
+        self._members = members
+
+    def _note_losses(self) -> None:
+        """Notes which workers the last step has shown to be lost. Every worker calls it after the same steps."""
+        if self._contributors is not None and (present := self._contributors.present()):
+            assert self._collectives is not None
+            self._collectives.note_present(present)
+
+    @property
+    def _may_lose_workers(self) -> bool:
+        """Whether the job goes on without lost workers."""
+        return self._contributors is not None
+
+    @property
+    def _counted_contributors(self) -> StepContributors | None:
+        """Counts who contributes to steps; None if no worker may be lost, or this one acts alone."""
+        return None if self._is_alone else self._contributors
+
+    @property
+    def _is_chief(self) -> bool:
+        return self._identity.rank == self._members[0]
+
+    @property
+    def _place(self) -> int:
+        """Place of this worker among those that are not lost."""
+        return self._members.index(self._identity.rank)
+
     def _cannot_update(self) -> str:
         """The reason why memory devices cannot run optimizers of this strategy; "" if they can."""
         if self._operations is None:
@@ -254,6 +332,8 @@ class CoarseExtended(OneDeviceExtended):  # type: ignore[misc,unused-ignore]
             return (
                 "COARSE_KEEP_DEVICES and COARSE_REPLICAS need a recovery that coarse.tensorflow does not have"
             )
+        if self._settings.least_workers:
+            return "COARSE_MIN_WORKERS lets the job go on without the worker whose assignments to variables count"
         return self._cannot_share
 
     def _set_common_seed(self, seed: int | None) -> None:
@@ -308,12 +388,13 @@ class CoarseExtended(OneDeviceExtended):  # type: ignore[misc,unused-ignore]
         """
         if self._collectives is not None:
             self._collectives.broadcast(what, np.zeros(0, np.uint8))
+            self._collectives.note_losses()
 
     # ---- workers and devices ----
 
     @property
     def _num_replicas_in_sync(self) -> int:
-        return self._identity.world_size
+        return len(self._members)
 
     def _in_multi_worker_mode(self) -> bool:
         return self._operations is not None
@@ -331,24 +412,35 @@ class CoarseExtended(OneDeviceExtended):  # type: ignore[misc,unused-ignore]
 
     @property
     def should_checkpoint(self) -> bool:
-        return self._identity.rank == 0
+        return self._is_chief
 
     @property
     def should_save_summary(self) -> bool:
-        return self._identity.rank == 0
+        return self._is_chief
 
     @property
     def experimental_should_init(self) -> bool:
-        return self._identity.rank == 0
+        return self._is_chief
 
     @property
     def experimental_between_graph(self) -> bool:
         return True
 
     def _call_for_each_replica(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        strategy = self._container_strategy()
+        is_followed = self._counted_contributors is not None and not ops.inside_function()
+        if is_followed:
+            strategy.begin_step()
         rows = self._rows_of((args, kwargs))
-        with tf.device(self._device), _ReplicaContext(self._container_strategy(), self._identity.rank, rows):
-            return fn(*distribute_utils.select_replica(0, args), **distribute_utils.select_replica(0, kwargs))
+        if (contributors := self._counted_contributors) is not None:
+            contributors.begin_step()
+        with tf.device(self._device), _ReplicaContext(strategy, self._identity.rank, rows):
+            returned = fn(
+                *distribute_utils.select_replica(0, args), **distribute_utils.select_replica(0, kwargs)
+            )
+        if is_followed:
+            self._note_losses()
+        return returned
 
     def _rows_of(self, arguments: Any) -> Any:
         """Returns the variable, set to the number of rows of a step's arguments; None if they have no rows."""
@@ -402,17 +494,17 @@ class CoarseExtended(OneDeviceExtended):  # type: ignore[misc,unused-ignore]
         del options
         return self._reduce_nested(reduce_op, value)
 
-    def _reduce_nested(self, reduce_op: Any, value: Any, name: str = "") -> Any:
+    def _reduce_nested(self, reduce_op: Any, value: Any, name: str = "", weights: Any = None) -> Any:
         if self._operations is None or self._is_alone:
             return value
         flat = tf.nest.flatten(value)
         dense = [i for i, each in enumerate(flat) if not isinstance(each, tf.IndexedSlices)]
-        reduced = self._operations.reduce(_OPS[reduce_op], [flat[i] for i in dense], name)
+        reduced = self._operations.reduce(_OPS[reduce_op], [flat[i] for i in dense], name, weights)
         for i, result in zip(dense, reduced, strict=True):
             flat[i] = result
         for i, each in enumerate(flat):
             if isinstance(each, tf.IndexedSlices):
-                flat[i] = self._operations.reduce_slices(_OPS[reduce_op], each)
+                flat[i] = self._operations.reduce_slices(_OPS[reduce_op], each, weights)
         return tf.nest.pack_sequence_as(value, flat)
 
     def _gather_to_implementation(self, value: Any, destinations: Any, axis: Any, options: Any) -> Any:
@@ -447,21 +539,38 @@ class CoarseExtended(OneDeviceExtended):  # type: ignore[misc,unused-ignore]
 
     def _input_context(self) -> Any:
         return distribute_lib.InputContext(
-            num_input_pipelines=self._identity.world_size,
-            input_pipeline_id=self._identity.rank,
-            num_replicas_in_sync=self._identity.world_size,
+            num_input_pipelines=len(self._members),
+            input_pipeline_id=self._place,
+            num_replicas_in_sync=len(self._members),
         )
 
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
         _require_per_worker(options)
-        return input_util.get_distributed_dataset(
+        distributed = input_util.get_distributed_dataset(
             _in_memory_of_its_own(dataset) if self._operations is not None else dataset,
             self._input_workers_with_options(options),
             self._container_strategy(),
-            num_replicas_in_sync=self._identity.world_size,
+            num_replicas_in_sync=len(self._members),
             input_context=self._input_context(),
             options=options,
         )
+        distributed._distributed_by_coarse = dataset, options, self._members
+        return distributed
+
+    def _redistributed(self, distributed: Any) -> Any:
+        """The dataset, distributed among the workers that are left; `distributed` itself if none was lost since.
+
+        Collective if workers may be lost.
+        """
+        if self._counted_contributors is None:
+            return distributed
+        self._meet("beginning to read data")
+        dataset, options, members = getattr(
+            distributed, "_distributed_by_coarse", (None, None, self._members)
+        )
+        if members == self._members:
+            return distributed
+        return self._experimental_distribute_dataset(dataset, options)
 
     def _distribute_datasets_from_function(self, dataset_fn: Callable[..., Any], options: Any) -> Any:
         _require_per_worker(options)
@@ -474,7 +583,7 @@ class CoarseExtended(OneDeviceExtended):  # type: ignore[misc,unused-ignore]
         )
 
     def _experimental_distribute_values_from_function(self, value_fn: Callable[..., Any]) -> Any:
-        return value_fn(distribute_lib.ValueContext(self._identity.rank, self._identity.world_size))
+        return value_fn(distribute_lib.ValueContext(self._place, len(self._members)))
 
     @property
     def _global_batch_size(self) -> bool:
@@ -482,7 +591,7 @@ class CoarseExtended(OneDeviceExtended):  # type: ignore[misc,unused-ignore]
 
 
 def _first_workers(operations: Operations, kwargs: dict[str, Any]) -> Callable[[], Any]:
-    """Returns a function that computes worker 0's initial value."""
+    """Returns a function that computes the initial value of the first worker that is not lost."""
     initial_value, dtype = kwargs.get("initial_value"), kwargs.get("dtype")
     name = kwargs.get("name") or "without a name"
 
