@@ -145,8 +145,8 @@ def test_the_launcher_names_the_lost(losses):
         assert re.search(said, printed), printed
 
 
-def test_optimizers_run_on_the_workers(losses):
-    _, printed, _ = losses
+def test_optimizers_run_on_the_workers(leaving):
+    printed, _ = leaving
     assert "SGD runs on the workers, not in the memory devices: COARSE_MIN_WORKERS" in printed
 
 
@@ -199,7 +199,7 @@ def test_other_operations_are_those_of_the_workers_that_are_left(leaving):
         }
 
 
-@pytest.mark.parametrize("options", [("--on-loss", "replace"), ("--max-workers", "3")])
+@pytest.mark.parametrize("options", [("--on-loss", "replace", "--max-restarts", "1"), ("--max-workers", "3")])
 def test_jobs_that_take_new_workers_are_refused(options, tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import coarse.tensorflow\ncoarse.tensorflow.Strategy()\n")
