@@ -137,6 +137,14 @@ def _is_a_dual_sync(name: str, text: str) -> None:
         parse_bytes(text, what=f"{name} (off, auto or a size)")
 
 
+def _are_modules(name: str, text: str) -> None:
+    for module in filter(None, text.split(",")):
+        if not all(part.isidentifier() for part in module.split(".")):
+            raise ValueError(
+                f"{name}={text!r}: {module!r} is no name of a module; write names such as torch,numpy"
+            )
+
+
 def _are_load_store_ratios(name: str, text: str) -> None:
     try:
         _ = LoadStore.parse(text) if text else None
@@ -289,6 +297,8 @@ class Settings:
             `min_workers` is above 0.
         max_workers: Places for workers, of which those above the number at the start are vacant until others join by
             `coarse run --join`; 0 for as many as start. Needs `min_workers`.
+        preload: Modules, separated by commas, that `coarse run` imports once, in a process from which it forks all
+            workers; "" imports them in each worker.
         metrics_port: Port at which each node serves its metrics (docs/metrics.md); 0 disables.
         metrics_address: Address at which it does; the default is reachable from the same machine only.
         failpoints: Faults to inject, for tests (coarse.process.failpoints); "" for none.
@@ -481,6 +491,11 @@ class Settings:
         read=_read_int,
         check=_is_between(0, MOST_WORKERS_OF_A_NODE),
     )
+    preload: str = _setting(
+        "",
+        "modules to import once, in a process from which all workers are forked, such as torch,transformers",
+        check=_are_modules,
+    )
     metrics_port: int = _setting(
         0,
         "port at which each node serves its metrics to Prometheus; 0 disables",
@@ -611,6 +626,11 @@ class Settings:
     def replaces_workers(self) -> bool:
         """Whether new workers may take the places of lost ones, and vacant ones."""
         return self.on_loss == "replace" or self.max_workers > 0
+
+    @property
+    def preloaded_modules(self) -> tuple[str, ...]:
+        """Modules that are imported before workers are forked."""
+        return tuple(filter(None, self.preload.split(",")))
 
     @property
     def node_patience_ms(self) -> int:

@@ -227,6 +227,7 @@ def _run(arguments: argparse.Namespace, master_port: MasterPort) -> int:
         environments = environments_of(arguments, process_environment(), master_port.number)
         settings = Settings.from_environment(environments[0])
         _require_restarts(settings, arguments.max_restarts)
+        _require_python(settings, arguments)
         plan = JobPlan(
             command=command,
             environments=environments,
@@ -240,6 +241,7 @@ def _run(arguments: argparse.Namespace, master_port: MasterPort) -> int:
             log_dir=_prepare_log_dir(arguments),
             console_streams=_STREAMS - _REDIRECTED_STREAMS[arguments.redirects],
             max_restarts=arguments.max_restarts,
+            preload=settings.preloaded_modules,
             shutdown_timeout_s=arguments.shutdown_timeout,
             is_quiet=arguments.quiet,
             restart_variables=lambda attempt: restart_variables(master_port, attempt),
@@ -419,6 +421,14 @@ def _require_restarts(settings: Settings, max_restarts: int) -> None:
         raise UsageError(
             "--on-loss replace starts at most --max-restarts new workers, and that is 0; give it, or choose another "
             "--on-loss"
+        )
+
+
+def _require_python(settings: Settings, arguments: argparse.Namespace) -> None:
+    if settings.preload and arguments.no_python:
+        raise UsageError(
+            f"--preload {settings.preload} is for Python scripts: the program of --no-python cannot be forked from a "
+            "process that has imported modules; leave out one of them"
         )
 
 

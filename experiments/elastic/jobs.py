@@ -53,6 +53,7 @@ class Plan:
         seconds: Seconds of training with kills; more if the last one that was killed is not replaced yet.
         kill_every_s: Seconds in each of which one worker is killed.
         seed: Of the kills and of the batches.
+        preload: Modules that `coarse run` imports once for all workers; "" lets each worker import them.
     """
 
     systems: tuple[str, ...] = tuple(SYSTEMS)
@@ -62,6 +63,7 @@ class Plan:
     seconds: float = 300.0
     kill_every_s: float = 15.0
     seed: int = 0
+    preload: str = ""
 
     def __post_init__(self) -> None:
         if self.workers < 2 or min(self.batch, self.calm_s, self.seconds, self.kill_every_s) <= 0:
@@ -313,7 +315,8 @@ def run_job(
 @contextmanager
 def launched(system: str, plan: Plan, folder: Path, *, workers: int, are_lost: bool) -> Iterator[Processes]:
     """Starts a job, and ends what is left of it."""
-    worker = ["-m", "experiments.elastic.worker", system, f"--folder={folder}"]
+    preload = [f"--preload={plan.preload}"] if system == "coarse" and plan.preload else []
+    worker = [*preload, "-m", "experiments.elastic.worker", system, f"--folder={folder}"]
     worker += [f"--batch={plan.batch}", f"--seed={plan.seed}"]
     with _LAUNCHERS[system](worker, folder, workers, are_lost) as processes:
         try:

@@ -208,6 +208,7 @@ def parse_plan(arguments: Sequence[str]) -> tuple[Plan, list[str]]:
     parser.add_argument("--kill-every", type=float, default=FULL.kill_every_s, dest="kill_every_s")
     parser.add_argument("--workers", type=int, default=FULL.workers)
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=FULL.systems)
+    parser.add_argument("--preload", default=FULL.preload)
     chosen, rest = parser.parse_known_args(arguments)
     plan = replace(FULL, **{**vars(chosen), "systems": tuple(chosen.systems)})
     if plan != FULL and "--results" not in rest:

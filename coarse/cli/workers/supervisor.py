@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import IO
 
 from coarse.cli.workers.failure import (
     WorkerExit,
@@ -24,6 +25,7 @@ from coarse.cli.workers.failure import (
 )
 from coarse.cli.workers.join_requests import JoinRequest, JoinRequests
 from coarse.cli.workers.output import Console, OutputPipe, Piece, StartupNotes, Tail, open_consoles
+from coarse.cli.workers.preloader.handle import ForkedWorker, Preloader, PreloaderLostError
 from coarse.cli.workers.processes import (
     FORWARDED_SIGNALS,
     NOTIFYING_SIGNALS,
@@ -83,6 +85,7 @@ class JobPlan:
         has_other_nodes: Whether other launchers start further workers, which count for `min_workers`, too.
         replaces_workers: Whether to start a new worker in place of each that has failed while the others go on.
         takes_workers: Whether to start further workers in vacant places, when `coarse run --join` asks for it.
+        preload: Modules that are imported once, in a process from which all workers are forked.
         restart_variables: Returns changed variables of every environment, given the number of the restart.
         is_quiet: Whether to print neither the session's decisions nor a summary of the job.
         tell: Takes events for the dashboard: kind, as in coarse.dashboard.samples, and text.
@@ -101,6 +104,7 @@ class JobPlan:
     has_other_nodes: bool = False
     replaces_workers: bool = False
     takes_workers: bool = False
+    preload: tuple[str, ...] = ()
     restart_variables: Callable[[int], Mapping[str, str]] = lambda attempt: {}
     is_quiet: bool = False
     tell: Callable[[str, str], None] = lambda kind, text: None
@@ -136,7 +140,7 @@ class JobPlan:
 @dataclass(slots=True)
 class _Worker:
     rank: int
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | ForkedWorker
     tail: Tail
     pipes: list[OutputPipe] = field(default_factory=list)
     was_stopped: bool = False
@@ -205,6 +209,8 @@ class Supervisor:
         self._memory_watch = OutOfMemoryWatch()
         self._notes_pipe = NotesPipe()
         self._notes = RunNotes(is_quiet=plan.is_quiet)
+        self._preloader: Preloader | None = None
+        self._preloader_pipes: list[OutputPipe] = []
         self._selector.register(self._notes_pipe.fd, selectors.EVENT_READ, self._take_notes)
         self._join_requests: JoinRequests | None = None
         if plan.takes_workers:
@@ -215,15 +221,16 @@ class Supervisor:
         """Runs the job to its end and returns its exit code; no process of the job remains."""
         with self._signals_watched():
             try:
-                self._start()
+                self._begin()
                 while self._has_children:
                     self._wait()
-                    if not self._running and not self._is_ending:
+                    if not (self._running or self._is_preloading or self._is_ending):
                         self._follow_last_exit()
             except CannotStartError as error:
                 self._say(f"coarse run: {error}\n")
                 return _CANNOT_START
             finally:
+                self._dismiss_preloader()
                 sweep(reap=self._reap)
                 forget_job(self._plan.job)  # its memory devices were killed
                 self._drain()
@@ -232,6 +239,12 @@ class Supervisor:
                 if self._join_requests is not None:
                     self._join_requests.close()
         return self._verdict()
+
+    def _begin(self) -> None:
+        if self._plan.preload:
+            self._start_preloader()
+        else:
+            self._start()
 
     def _start(self) -> None:
         try:
@@ -247,32 +260,41 @@ class Supervisor:
             self._add(self._spawn(local_rank, self._environment_of(local_rank)))
 
     def _environment_of(self, local_rank: int) -> dict[str, str]:
-        return {**self._plan.environments[local_rank], **self._changed}
+        notes = {"COARSE_NOTES_PIPE": self._notes_pipe.name}
+        return {**self._plan.environments[local_rank], **self._changed, **notes}
 
     def _add(self, worker: _Worker) -> None:
         self._workers.append(worker)
         self._running[worker.process.pid] = worker
-        for pipe in worker.pipes:
+        self._watch(worker.pipes)
+
+    def _watch(self, pipes: Collection[OutputPipe]) -> None:
+        for pipe in pipes:
             self._selector.register(pipe.fd, selectors.EVENT_READ, partial(self._pump, pipe))
 
     def _spawn(self, local_rank: int, environment: Mapping[str, str]) -> _Worker:
-        plan = self._plan
-        rank = plan.first_rank + local_rank
-        output = None if plan.is_plain(rank) else subprocess.PIPE
-        process = subprocess.Popen(
-            plan.command,
+        rank = self._plan.first_rank + local_rank
+        has_pipes = not self._plan.is_plain(rank)
+        process = self._fork(local_rank, environment, has_pipes=has_pipes)
+        worker = _Worker(rank, process or self._execute(local_rank, environment, has_pipes=has_pipes), Tail())
+        if has_pipes:
+            worker.pipes.extend(self._pipes(worker))
+        return worker
+
+    def _execute(
+        self, local_rank: int, environment: Mapping[str, str], *, has_pipes: bool
+    ) -> subprocess.Popen[bytes]:
+        output = subprocess.PIPE if has_pipes else None
+        return subprocess.Popen(
+            self._plan.command,
             bufsize=0,
-            env={**environment, "COARSE_NOTES_PIPE": self._notes_pipe.name},
+            env=environment,
             pass_fds=(self._notes_pipe.inherited_fd,),
             stdin=None if local_rank == 0 else subprocess.DEVNULL,
             stdout=output,
             stderr=output,
             preexec_fn=partial(die_with_parent, os.getpid(), signal.SIGKILL),
         )
-        worker = _Worker(rank, process, Tail())
-        if output is not None:
-            worker.pipes.extend(self._pipes(worker))
-        return worker
 
     def _pipes(self, worker: _Worker) -> Iterator[OutputPipe]:
         is_new = all(each.rank != worker.rank for each in self._workers)
@@ -281,13 +303,9 @@ class Supervisor:
             b"" if worker.rank == self._plan.first_rank and self._is_unmarked else b"[w%d] " % worker.rank
         )
         for name in ("stdout", "stderr"):
-            pipe = getattr(worker.process, name)
-            fd = os.dup(pipe.fileno())
-            pipe.close()
-            os.set_blocking(fd, False)
             tail = worker.tail if name == "stderr" else None
             yield OutputPipe(
-                fd,
+                _take_over(getattr(worker.process, name)),
                 prefix,
                 self._console(name),
                 log_fd,
@@ -308,6 +326,97 @@ class Supervisor:
 
     def _console(self, name: str) -> Console | None:
         return self._consoles[name] if name in self._plan.console_streams else None
+
+    # ---- the process from which workers are forked ----
+
+    @property
+    def _is_preloading(self) -> bool:
+        """Whether no worker has started yet, because modules are imported."""
+        return self._preloader is not None and not self._preloader.is_ready
+
+    def _start_preloader(self) -> None:
+        try:
+            self._preloader = Preloader(
+                self._plan.command,
+                self._environment_of(0),
+                self._plan.preload,
+                pass_fds=(self._notes_pipe.inherited_fd,),
+            )
+        except OSError as error:
+            raise CannotStartError(f"cannot start worker {self._plan.first_rank}: {error}") from error
+        self._preloader_pipes = [self._preloader_pipe(name) for name in ("stdout", "stderr")]
+        self._watch(self._preloader_pipes)
+        self._selector.register(self._preloader, selectors.EVENT_READ, self._take_preloader_answer)
+
+    def _preloader_pipe(self, name: str) -> OutputPipe:
+        assert self._preloader is not None
+        return OutputPipe(
+            _take_over(getattr(self._preloader.process, name)),
+            b"" if self._is_unmarked else b"[preload] ",
+            self._consoles[name],
+            on_unread=self._end_unread,
+        )
+
+    def _take_preloader_answer(self) -> None:
+        """Starts the workers when the modules are imported, or ends if that has failed."""
+        if self._preloader is None:  # its end was noticed first
+            return
+        self._selector.unregister(self._preloader)
+        self._preloader.take_answer()
+        if self._preloader.failure:
+            raise self._cannot_preload(self._preloader.failure)
+        if self._preloader.is_ready and self._interrupted_by is None:
+            self._started_s = time.monotonic()
+            self._start()
+
+    def _cannot_preload(self, reason: str) -> CannotStartError:
+        self._empty(self._preloader_pipes)  # the traceback
+        return CannotStartError(f"--preload {','.join(self._plan.preload)}: {reason}")
+
+    def _note_preloader_exit(self, preloader: Preloader, returncode: int) -> None:
+        preloader.take_answer()
+        self._dismiss_preloader()
+        if self._interrupted_by is not None:
+            return
+        how = f"exit code {returncode}" if returncode >= 0 else signal_name(-returncode)
+        evidence = self._memory_watch.evidence() if returncode == -signal.SIGKILL else ""
+        reason = f"ended by {how}{f'; {evidence}' if evidence else ''}"
+        if not self._workers:
+            raise self._cannot_preload(preloader.failure or f"the process that imports {reason}")
+        self._say_it_is_lost(preloader, reason)
+
+    def _say_it_is_lost(self, preloader: Preloader, reason: str) -> None:
+        self._say(
+            f"coarse run: the process with the modules of --preload (pid {preloader.pid}) {reason}; workers start "
+            "without it from now on\n"
+        )
+
+    def _dismiss_preloader(self) -> None:
+        """Lets it end: no worker is to be forked any more. Idempotent."""
+        preloader, self._preloader = self._preloader, None
+        if preloader is not None:
+            with suppress(KeyError):  # it has answered
+                self._selector.unregister(preloader)
+            preloader.close()
+
+    def _fork(
+        self, local_rank: int, environment: Mapping[str, str], *, has_pipes: bool
+    ) -> ForkedWorker | None:
+        """Forks a worker; returns None if there is nothing to fork."""
+        if self._preloader is None:
+            return None
+        try:
+            return self._preloader.fork(environment, reads_stdin=local_rank == 0, has_pipes=has_pipes)
+        except PreloaderLostError as error:
+            self._say_it_is_lost(self._preloader, str(error))
+            self._preloader.kill()
+            self._dismiss_preloader()
+            return None
+
+    def _spared(self) -> list[int]:
+        """Processes that outlive an attempt which is followed by another one."""
+        preloaders = [] if self._preloader is None else [self._preloader.pid]
+        return [*persistent_pids(self._plan.job), *preloaders]
 
     @contextmanager
     def _signals_watched(self) -> Iterator[None]:
@@ -385,6 +494,8 @@ class Supervisor:
 
     def _note_exit(self, pid: int, returncode: int) -> None:
         self._take_notes()  # a new worker may have said that it takes part
+        if self._preloader is not None and pid == self._preloader.pid:
+            return self._note_preloader_exit(self._preloader, returncode)
         worker = self._running.pop(pid, None)
         if worker is None:  # an orphaned child of a worker
             return
@@ -507,7 +618,7 @@ class Supervisor:
     def _is_over(self) -> bool:
         """Whether it is too late for new workers."""
         is_ending = self._is_failing or self._interrupted_by is not None
-        return is_ending or self._has_finished or not self._running
+        return is_ending or self._has_finished or not (self._running or self._is_preloading)
 
     @property
     def _has_finished(self) -> bool:
@@ -597,6 +708,7 @@ class Supervisor:
             self._restart()
             return
         self._is_ending = True
+        self._dismiss_preloader()
         self._later(LEFTOVER_GRACE_S, self._terminate_leftovers)
         self._later(2 * LEFTOVER_GRACE_S, self._kill_all)
 
@@ -617,7 +729,7 @@ class Supervisor:
         restart = f"{failure}; restart {self._num_restarts} of {self._plan.max_restarts}"
         self._plan.tell(FAULT, restart)
         self._say(f"coarse run: {restart}\n")
-        sweep(spared=persistent_pids(self._plan.job), reap=self._reap)
+        sweep(spared=self._spared(), reap=self._reap)
         self._is_failing = False
         self._is_session_over = False
         self._lost, self._left = [], []
@@ -645,6 +757,8 @@ class Supervisor:
         self._interrupted_by = number
         is_orphaned = os.getppid() != self._launcher
         self._later(ORPHANED_GRACE_S if is_orphaned else self._plan.shutdown_timeout_s, self._kill_all)
+        if self._is_preloading and self._preloader is not None:
+            self._preloader.kill()
         _stop(self._running.values(), passed_on or number)
 
     def _terminate_silent_workers(self) -> None:
@@ -662,16 +776,22 @@ class Supervisor:
 
     def _kill_all(self) -> None:
         """Kills until no process remains, except memory devices that are kept for a restart."""
-        spared = persistent_pids(self._plan.job) if self._is_to_restart else ()
+        if not self._is_to_restart:
+            self._dismiss_preloader()
+        spared = self._spared() if self._is_to_restart else ()
         signal_all(descendants(os.getpid(), spared=spared), signal.SIGKILL)
         self._later(_KILL_INTERVAL_S, self._kill_all)
 
     def _drain(self) -> None:
+        self._empty(self._preloader_pipes)
         for worker in self._workers:
-            for pipe in worker.pipes:
-                while pipe.is_open and pipe.pump():
-                    continue
-                pipe.close()
+            self._empty(worker.pipes)
+
+    def _empty(self, pipes: Collection[OutputPipe]) -> None:
+        for pipe in pipes:
+            while pipe.is_open and pipe.pump():
+                continue
+            pipe.close()
 
     def _verdict(self) -> int:
         exits = [worker.exit() for worker in self._ended]
@@ -722,6 +842,14 @@ def _stop(workers: Collection[_Worker], number: signal.Signals) -> None:
 
 def _do_nothing(number: int, frame: object) -> None:
     """A handler that does nothing, so that the signal reaches the wakeup descriptor."""
+
+
+def _take_over(stream: IO[bytes]) -> int:
+    """A descriptor of its own for a stream, which is closed; reading it does not block."""
+    fd = os.dup(stream.fileno())
+    stream.close()
+    os.set_blocking(fd, False)
+    return fd
 
 
 def _open_log(log_dir: Path | None, rank: int, *, is_new: bool) -> int | None:
