@@ -47,7 +47,7 @@ class ForkedWorker:
     pid: int
     stdout: IO[bytes] | None
     stderr: IO[bytes] | None
-    returncode: int | None = None
+    returncode: int | Any = None  # as subprocess.Popen's
 
 
 class Preloader:
@@ -132,9 +132,9 @@ class Preloader:
                     streams[index] = ours.enter_context(open(reader, "rb", buffering=0))
                     theirs.callback(os.close, writer)
                     given[1 + index] = writer
-            worker = ForkedWorker(self._ask({"environment": dict(environment)}, given), *streams)
+            pid = self._ask({"environment": dict(environment)}, given)
             ours.pop_all()
-            return worker
+            return ForkedWorker(pid, stdout=streams[0], stderr=streams[1])
 
     def _ask(self, request: Mapping[str, Any], descriptors: Sequence[int]) -> int:
         try:

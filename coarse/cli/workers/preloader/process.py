@@ -42,6 +42,10 @@ PYTHON_PATH = Path(__file__).parent / "python_path"
 
 _MOST_DESCRIPTORS = 4
 _JOIN_LIMIT_S = 1.0
+_POLL_S = 0.001
+_FORK_SAFE_THREADS = ("jemalloc_bg_thd",)
+"""Threads without which their library goes on in a fork, by their names: jemalloc's, for example within pyarrow."""
+
 _CUDA_NOT_INITIALISED = 3
 _NUM_NAMES = 3
 
@@ -167,11 +171,11 @@ def _require_forkable(name: str) -> None:
     """
     if _has_initialised_cuda():
         raise _UnforkableError(f"{name} initialises CUDA when it is imported, which does not work in a fork")
-    if (threads := _threads_after_fork()) > 1:
-        names = [each.name for each in threading.enumerate() if each is not threading.main_thread()]
-        named = f" ({', '.join(names[:_NUM_NAMES])})" if names else ""
+    if threads := _threads_lost_by_forks():
+        python_threads = [each.name for each in threading.enumerate() if each is not threading.main_thread()]
+        names = ", ".join(sorted({*(python_threads or threads.values())})[:_NUM_NAMES])
         raise _UnforkableError(
-            f"{name} starts {threads - 1} thread(s){named} when it is imported, which a fork would lack"
+            f"{name} starts {len(threads)} thread(s) ({names}) when it is imported, which a fork would lack"
         )
 
 
@@ -183,22 +187,24 @@ def _has_initialised_cuda() -> bool:
     return int(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int()))) != _CUDA_NOT_INITIALISED
 
 
-def _threads_after_fork() -> int:
-    """Number of this process's threads, without those that a library ends before a fork, as OpenBLAS does."""
-    if _num_threads() == 1:
-        return 1
+def _threads_lost_by_forks() -> dict[int, str]:
+    """Names of this process's threads that a fork would miss, by their ids; libraries such as OpenBLAS end theirs."""
+    if not _other_threads():
+        return {}
     child = os.fork()
     if child == 0:
         os._exit(0)
     os.waitpid(child, 0)
     deadline = time.monotonic() + _JOIN_LIMIT_S
-    while _num_threads() > 1 and time.monotonic() < deadline:  # one that was joined may still be listed
-        time.sleep(0.001)
-    return _num_threads()
+    while _other_threads() and time.monotonic() < deadline:  # one that was joined may still be listed
+        time.sleep(_POLL_S)
+    return _other_threads()
 
 
-def _num_threads() -> int:
-    return len(os.listdir("/proc/self/task"))
+def _other_threads() -> dict[int, str]:
+    tasks = {int(each.name): each / "comm" for each in Path("/proc/self/task").iterdir()}
+    named = {number: path.read_text().strip() for number, path in tasks.items() if number != os.getpid()}
+    return {number: name for number, name in named.items() if name not in _FORK_SAFE_THREADS}
 
 
 # ---- forks ----
@@ -285,8 +291,15 @@ def _become_worker(request: dict[str, Any], descriptors: list[int]) -> None:
         os.close(descriptor)
     _replace_environment(request["environment"])
     _reopen_stdin()
+    _reseed()
+
+
+def _reseed() -> None:
+    """Seeds global generators that a process seeds at random when it begins; the module `random` does so itself."""
     if (numpy_random := sys.modules.get("numpy.random")) is not None:
-        numpy_random.seed()  # the module `random` does so by itself
+        numpy_random.seed()
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.default_generator.seed()
 
 
 def _replace_environment(environment: dict[str, str]) -> None:
@@ -306,5 +319,5 @@ def _reopen_stdin() -> None:
         newline="\n",
         line_buffering=raw.isatty(),
     )
-    stream.mode = "r"
-    sys.stdin = sys.__stdin__ = stream
+    stream.mode = "r"  # type: ignore[misc]
+    sys.stdin = sys.__stdin__ = stream  # type: ignore[misc]

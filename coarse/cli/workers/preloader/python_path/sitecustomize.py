@@ -14,6 +14,6 @@ except BaseException:  # after an error here Python would run the script
     traceback.print_exc()
     os._exit(1)
 finally:
-    sys.path.remove(_PACKAGES)
+    del sys.path[len(sys.path) - 1 - sys.path[::-1].index(_PACKAGES)]
 
 fork_workers()
