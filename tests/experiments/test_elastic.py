@@ -133,6 +133,8 @@ def test_figures_of_another_plan_do_not_get_into_the_tables(capsys):
     assert parse_plan(["--results", "there"]) == (Plan(), ["--results", "there"])
     plan, rest = parse_plan(["--seconds", "600", "--systems", "coarse", "--results", "there"])
     assert (plan.seconds, plan.systems, rest) == (600, ("coarse",), ["--results", "there"])
+    plan, _ = parse_plan(["--preload", "torch", "--results", "there"])
+    assert (plan.preload, Plan().preload) == ("torch", "")
     with pytest.raises(SystemExit):
         parse_plan(["--seconds", "600"])
     assert "--results" in capsys.readouterr().err

@@ -3,6 +3,8 @@
     terminal ── front ── supervisor ── workers ── their children
                   └───────────┴─ child subreapers: they adopt orphans instead of init
 
+With --preload, workers are forked from a further child of the supervisor, which then adopts them.
+
 The supervisor runs the job. The front stays in the terminal's process group and forwards signals. If the front is
 killed, the kernel sends the supervisor SIGTERM. If the supervisor is killed, the kernel kills the workers, and the
 front kills their children. At Ctrl-Z, the front and all processes below the supervisor stop; the supervisor

@@ -311,12 +311,12 @@ class Supervisor:
                 log_fd,
                 tail,
                 instead=self._consoles[name],
-                notes=self._startup_notes(worker),
+                notes=self._startup_notes(worker.rank),
                 on_unread=self._end_unread,
             )
 
-    def _startup_notes(self, worker: _Worker) -> StartupNotes | None:
-        environment = self._plan.environments[worker.rank - self._plan.first_rank]
+    def _startup_notes(self, rank: int) -> StartupNotes | None:
+        environment = self._plan.environments[rank - self._plan.first_rank]
         level = environment.get("TF_CPP_MIN_LOG_LEVEL")
         return None if level == "0" else StartupNotes(is_shown=level is None)
 
@@ -354,6 +354,7 @@ class Supervisor:
             _take_over(getattr(self._preloader.process, name)),
             b"" if self._is_unmarked else b"[preload] ",
             self._consoles[name],
+            notes=self._startup_notes(self._plan.first_rank),
             on_unread=self._end_unread,
         )
 
