@@ -40,7 +40,7 @@ VICTIM = 1
 WARM_UP = 20
 """Steps at the start that count for nothing."""
 
-LIMIT_S = 300.0
+LIMIT_S = 600.0
 POLL_S = 0.005
 JOIN_TIMEOUT_MS = 1000
 """Of torchft's lighthouse."""
