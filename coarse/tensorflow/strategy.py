@@ -22,6 +22,7 @@ from tensorflow.python.eager import context
 from tensorflow.python.framework import ops, random_seed
 from tensorflow.python.ops.control_flow_v2_func_graphs import ControlFlowFuncGraph
 
+from coarse.client.membership.members import WorldChange
 from coarse.env import is_of_tensorflow, process_environment
 from coarse.rendezvous.launcher_environment import LauncherEnvironment
 from coarse.session import Session
@@ -271,7 +272,7 @@ class CoarseExtended(OneDeviceExtended):  # type: ignore[misc,unused-ignore]
                 self._rows = tf.Variable(0, dtype=tf.int64, trainable=False, name="rows_of_step")
             if self._collectives.may_lose_workers:
                 self._contributors = StepContributors(self._operations)
-                session.on_change(self._set_members)
+                session.on_change(self._follow)
 
     def _kernel_of_all(self, own: ReduceKernel | None) -> ReduceKernel | None:
         """Returns the op if every worker has it, because all workers must reduce in the same way. Collective."""
@@ -294,8 +295,8 @@ class CoarseExtended(OneDeviceExtended):  # type: ignore[misc,unused-ignore]
         if self._collectives is not None:
             self._collectives.close()
 
-    def _set_members(self, members: tuple[int, ...]) -> None:
-        self._members = members
+    def _follow(self, change: WorldChange) -> None:
+        self._members = change.new
 
     def _note_losses(self) -> None:
         """Notes which workers the last step has shown to be lost. Every worker calls it after the same steps."""

@@ -130,7 +130,7 @@ def training(*, shape=SHAPE, steps=6, lose=None, lost=1, **settings):
     def worker(me):
         changes = []
         with join(me, shape, **settings) as session:
-            session.on_change(lambda members: changes.append([len(taken) + 1, *members]))
+            session.on_change(lambda change: changes.append([len(taken) + 1, *change.new]))
             group = register(session)
             taken = []
             for step in range(1, steps + 1):

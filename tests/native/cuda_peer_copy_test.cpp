@@ -1,11 +1,11 @@
 /// Memory of a GPU that another one cannot reach: kernels of that one work on copies.
+#include "coarse/gpu/cuda_peer_copy.hpp"
+
 #include <gtest/gtest.h>
 
 #include <array>
 #include <cstddef>
 #include <memory>
-
-#include "coarse/gpu/cuda_peer_copy.hpp"
 
 extern "C" std::size_t standInPooledBytes();
 

@@ -460,8 +460,8 @@ TEST_F(LostBeforeUpdate, AMeasureIsOfTheMeanOfTheOthers) {
 
 constexpr std::uint32_t kBoundary = 2;
 
-/// Members that go over the boundary before each step, as coarse.client.membership.step_boundary does. Any thread may
-/// act for one client, the test's own for the memory devices.
+/// Members that go over the boundary before each step, as coarse.client.membership.step_boundary does. Any
+/// thread may act for one client, the test's own for the memory devices.
 class Training : public Job {
  public:
   explicit Training(ClusterShape shape)

@@ -149,7 +149,7 @@ def losses(folder: Path, strategy: Any) -> None:
     dies = {3: (0, -1), 0: (2, 2)}.get(strategy.rank)
     callbacks = [Follows(strategy, signal.SIGKILL, dies), *files_of_callbacks(folder)]
     changes: list[Any] = []
-    strategy.session.on_change(lambda members: changes.append([len(steps), *members]))
+    strategy.session.on_change(lambda change: changes.append([len(steps), *change.new]))
     history = model.fit(
         X, X, batch_size=BATCH, epochs=MOST_EPOCHS, shuffle=False, callbacks=callbacks, verbose=0
     ).history
