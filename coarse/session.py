@@ -35,7 +35,7 @@ from coarse.store import Store
 from coarse.wire.registration import EAGER, WorkerMemory
 from coarse.worker_state import WorkerState
 
-__all__ = ["AnyTensorGroup", "Session"]
+__all__ = ["AnyTensorGroup", "Session", "WorldChange"]
 
 _DEVICE_EXIT_TIMEOUT_S = 0.5
 

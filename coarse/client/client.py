@@ -29,7 +29,6 @@ from coarse.client.node_agreement import NodeAgreement
 from coarse.client.registered_groups import RegisteredGroups
 from coarse.client.tensor_group import TensorGroup
 from coarse.emulation.machine import Emulation
-from coarse.env import notes_pipe
 from coarse.errors import (
     CoarseError,
     ForkedSessionError,
@@ -48,7 +47,6 @@ from coarse.profiler.link_plan import DEFAULT_SHARD_BYTES
 from coarse.profiler.routing import RoutingTable
 from coarse.schema import TensorSpec
 from coarse.settings import Settings
-from coarse.status.launcher_notes import tell_launcher
 from coarse.status.processes import describe_process, is_stopped
 from coarse.wire.algorithms import (
     DIRECT,
@@ -204,7 +202,6 @@ class Client:
     ) -> FailureDetector:
         # It lives as long as this object and must not keep it alive.
         has_gpu_tensors = weakref.WeakMethod(self._has_gpu_tensors)
-        rank = self.rank
         return FailureDetector(
             rank=self.rank,
             connections=self._connections,
@@ -214,7 +211,6 @@ class Client:
             kill_silent=kill_silent,
             has_gpu_tensors=lambda: (has_any := has_gpu_tensors()) is not None and has_any(),
             replicas=self._settings.replicas,
-            on_end=lambda: tell_launcher(notes_pipe(), {"over": rank}),
         )
 
     def _log_late_waits(self) -> None:

@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from coarse.client.membership.members import WorldChange
 from coarse.env import invitation
 from coarse.errors import SyncTimeoutError
-from coarse.session import Session
+from coarse.session import Session, WorldChange
 from coarse.torch.ddp.wrapped import wrapped_in
 from coarse.torch.sample_division import SampleDivision
 from coarse.torch.weak_calls import weakly

@@ -165,7 +165,6 @@ def test_a_flag_beats_what_the_environment_says_in_another_way(tmp_path):
             ("--memory-devices", "cuda:0", "--min-workers", "1"),
             "only if its memory devices use the memory of the host",
         ),
-        (("--min-workers", "1", *TWO_NODES), "goes on without lost workers within one node only"),
     ],
 )
 def test_memory_devices_that_cannot_be_are_refused_before_anything_starts(flags, message):

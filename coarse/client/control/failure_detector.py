@@ -8,8 +8,10 @@ import time
 from collections.abc import Callable, Sequence
 
 from coarse.client.control.connection import DeviceConnection, ExplainedLossError, SilentDeviceError
+from coarse.env import notes_pipe
 from coarse.errors import CoarseError, MemoryDeviceLostError, WorkerLostError
 from coarse.kernels import _native
+from coarse.status.launcher_notes import tell_launcher
 from coarse.wire.failure_messages import after_a_failure, silence
 
 _ABORT_MESSAGE_TIMEOUT_S = 2.0
@@ -39,7 +41,6 @@ class FailureDetector:
         kill_silent: Kills a memory device that no longer works, on the worker that started it.
         has_gpu_tensors: Whether tensors of this worker lie on a GPU, where a loss may leave them in no whole step.
         replicas: Extra copies of each memory device's contents.
-        on_end: Called once, when the session has ended and why is known.
     """
 
     def __init__(
@@ -53,7 +54,6 @@ class FailureDetector:
         kill_silent: KillSilent,
         has_gpu_tensors: Callable[[], bool],
         replicas: int = 0,
-        on_end: Callable[[], object] = lambda: None,
     ) -> None:
         self._rank = rank
         self._connections = connections
@@ -62,7 +62,6 @@ class FailureDetector:
         self._kill_silent = kill_silent
         self._has_gpu_tensors = has_gpu_tensors
         self._replicas = replicas
-        self._on_end = on_end
         self.known: CoarseError | None = None
         """The explanation of the session's end; None before it."""
         self._heartbeats = _native.HeartbeatWatch(
@@ -91,7 +90,7 @@ class FailureDetector:
         """
         if self.known is None:
             self.known = self._explain(told)
-            self._on_end()
+            tell_launcher(notes_pipe(), {"over": self._rank})  # which ends the job, if the others go on
         return self.known
 
     def _explain(self, told: CoarseError | None) -> CoarseError:

@@ -16,10 +16,9 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.utils import _to_kwargs
 
-from coarse.client.membership.members import WorldChange
 from coarse.env import WorkerIdentity
 from coarse.errors import SessionClosedError, SyncTimeoutError
-from coarse.session import AnyTensorGroup, Session
+from coarse.session import AnyTensorGroup, Session, WorldChange
 from coarse.settings import Settings
 from coarse.torch.ddp.agreement import check_same_tensors, describe
 from coarse.torch.ddp.ddp_compat import LoggerFacade, ReducerFacade
