@@ -13,13 +13,16 @@ import pytest
 from run_harness import LIMIT_S, coarse_run, environment, spawned
 
 PREAMBLE = """\
-import os, signal, sys
+import contextlib, os, signal, sys, time
 rank = int(os.environ["RANK"])
 def wait_for_the_end_of_rank_0(fifo):
     if rank == 0:
-        os.open(fifo, os.O_WRONLY)  # closed by the end of the process, and by nothing else
+        os.write(os.open(fifo, os.O_WRONLY), b"%d" % os.getpid())  # closed by the end of the process alone
     else:
-        open(fifo).read()
+        pid = int(open(fifo).read())
+        with contextlib.suppress(OSError):  # it is reaped
+            while ") Z " not in open(f"/proc/{pid}/stat").read():  # its files are closed, but it has not ended
+                time.sleep(0.001)
 """
 
 
