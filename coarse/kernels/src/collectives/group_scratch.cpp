@@ -16,8 +16,8 @@ namespace {
 constexpr std::chrono::microseconds kSpin{100};
 // Longest time until a dead rank, or close(), is noticed.
 constexpr std::chrono::milliseconds kLongestSleep{20};
-// Of a buffer of 512 KiB on a link of 40 Gbit/s.
-constexpr std::size_t kBufferUs = 100;
+// Of a buffer of 512 KiB on a link of 10 Gbit/s.
+constexpr std::size_t kBufferUs = 400;
 
 std::size_t boardAndBufferBytes(std::size_t numRanks, std::size_t bufferBytes, std::size_t numBuffers) {
   return numRanks * (sizeof(RankBoard) + numBuffers * bufferBytes);
@@ -90,7 +90,7 @@ std::size_t GroupScratch::usefulAhead() const noexcept {
       board(placement_.leaderOf(rank_)).roundTripUs.load(std::memory_order_relaxed);
   if (roundTripUs == 0) return mostAhead();
   const std::size_t delayUs = (roundTripUs + 1) / 2;
-  return std::min(mostAhead(), 1 + (delayUs + kBufferUs - 1) / kBufferUs);
+  return std::min(mostAhead(), 1 + delayUs / kBufferUs);
 }
 
 std::byte* GroupScratch::begin(const Extent& extent) noexcept {
