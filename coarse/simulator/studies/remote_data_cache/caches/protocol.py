@@ -8,7 +8,8 @@ as private, the home tells all nodes but the writer to invalidate, and acknowled
 Software coherence: a line is valid in the epoch of its stream in which it was fetched. Each kernel has its own epoch.
 When the counter starts again at 0, the cache is reset.
 
-A fetched line that became invalid on its way is used once and not installed, and no later read waits for it.
+A fetched line that became invalid on its way is used once and not installed, and no later read waits for it. It may
+be newer than what the node holds or awaits, so these become invalid as well: a later read would go back in time.
 """
 
 from __future__ import annotations
@@ -323,6 +324,9 @@ class System:
 
     def _fill(self, pending: Pending, value: int) -> None:
         self._pending.remove(pending)
+        if pending.is_stale:
+            self._outdate(pending.node, pending.line)
+            self.caches[pending.node].invalidate(pending.line)
         self.caches[pending.node].install(pending, value)
         for operation in pending.waiting:
             self._end(operation, value)
