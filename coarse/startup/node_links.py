@@ -17,6 +17,7 @@ import queue
 import secrets
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -43,6 +44,7 @@ _BACKLOG = 256
 _HANDSHAKE_TIMEOUT_S = 5.0
 _LOOK_INTERVAL_S = 0.25
 _RETRY_INTERVAL_S = 0.05
+_MIN_RTT_OFFSET, _TCP_INFO_BYTES = 148, 152  # of tcpi_min_rtt in struct tcp_info, and of its end
 _MOST_HANDSHAKES = 64
 _LOOPBACK = "127.0.0.1"
 
@@ -146,6 +148,11 @@ class NodeLinks:
             for node in range(self._num_nodes)
         )
 
+    @property
+    def round_trip_us(self) -> int:
+        """Microseconds to the farthest node and back."""
+        return max(map(_round_trip_us, self._sockets.values()), default=0)
+
     def plan_of_device(self, device: int) -> ReconnectionPlan | None:
         """How one of this node's devices replaces connections that break; None in a job of one node."""
         if not self._holders:
@@ -235,6 +242,12 @@ def link_nodes(
     finally:
         listener.close()
     return links
+
+
+def _round_trip_us(link: socket.socket) -> int:
+    """`tcpi_min_rtt` of a connection: unlike the smoothed round trip, free of what its ends computed meanwhile."""
+    info = link.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+    return int.from_bytes(info[_MIN_RTT_OFFSET:_TCP_INFO_BYTES], sys.byteorder)
 
 
 class _Linking:

@@ -29,6 +29,7 @@ _LARGEST_BUFFER_BYTES = 512 << 10
 _SMALLEST_BUFFER_BYTES = 64 << 10
 _MOST_SCRATCH_BYTES = 64 << 20
 _LINE_BYTES = 128
+_BUFFER_US = 400  # of a largest buffer on a link of 10 Gbit/s
 _FEWEST_BUFFERS = 2
 _MOST_BUFFERS = 32  # kMostBuffers in group_scratch.hpp
 
@@ -59,12 +60,13 @@ def open_group(store: Store, *, rank: int, size: int, settings: Settings) -> tup
             watch.follow(store)
         with watch.telling():
             extension = agree_on_extension(store, watch, rank=rank, size=size, timeout_s=settings.timeout_s)
-            fd = _share_memory(store, watch, nodes, rank=rank, timeout_s=settings.timeout_s)
-            try:
-                with _links(nodes, rank, store, settings, watch) as links:
-                    return _collectives(fd, addresses, nodes, rank, links, settings), extension
-            finally:
-                os.close(fd)
+            with _links(nodes, rank, store, settings, watch) as links:
+                buffers = _agree_on_buffers(nodes, rank, links, store, watch, settings)
+                fd = _share_memory(store, watch, nodes, buffers, rank=rank, timeout_s=settings.timeout_s)
+                try:
+                    return _collectives(fd, addresses, nodes, rank, buffers, links, settings), extension
+                finally:
+                    os.close(fd)
 
 
 def _links(nodes: NodeMap, rank: int, store: Store, settings: Settings, watch: PeerWatch) -> NodeLinks:
@@ -75,11 +77,35 @@ def _links(nodes: NodeMap, rank: int, store: Store, settings: Settings, watch: P
     return link_nodes(nodes, node, store, num_devices=1, settings=settings, watch=watch)
 
 
+def _agree_on_buffers(
+    nodes: NodeMap, rank: int, links: NodeLinks, store: Store, watch: PeerWatch, settings: Settings
+) -> int:
+    """Number of each rank's buffers, for the longest round trip between two nodes; collective over the group."""
+    if nodes.num_nodes == 1:
+        return num_buffers(len(nodes.ranks[0]), 0)
+    node = nodes.node_of(rank)
+    if rank == nodes.ranks[node][0]:
+        store.set(f"round trip/{node}", str(links.round_trip_us).encode())
+    deadline = time.monotonic() + settings.timeout_s
+    found = [
+        _await(
+            store,
+            watch,
+            f"round trip/{each}",
+            f"rank {rank}: {nodes.describe(each)} did not connect",
+            deadline,
+        )
+        for each in range(nodes.num_nodes)
+    ]
+    return num_buffers(sum(map(len, nodes.ranks)), max(map(int, found)))
+
+
 def _collectives(
     fd: int,
     addresses: list[WorkerAddress],
     nodes: NodeMap,
     rank: int,
+    num_buffers: int,
     links: NodeLinks,
     settings: Settings,
 ) -> _native.Collectives:
@@ -93,7 +119,7 @@ def _collectives(
         rank=rank,
         num_ranks=len(addresses),
         buffer_bytes=buffer_bytes(len(addresses)),
-        num_buffers=num_buffers(len(addresses), nodes.num_nodes),
+        num_buffers=num_buffers,
         pidfds=[
             os.pidfd_open(address.pid) if peer in here and peer != rank else -1
             for peer, address in enumerate(addresses)
@@ -120,15 +146,21 @@ def buffer_bytes(num_ranks: int) -> int:
     return max(min(share, _LARGEST_BUFFER_BYTES), _SMALLEST_BUFFER_BYTES, needed)
 
 
-def num_buffers(num_ranks: int, num_nodes: int) -> int:
-    """Number of a rank's buffers: over nodes, half of them fill a link with a delay."""
-    if num_nodes == 1:
-        return _FEWEST_BUFFERS
+def num_buffers(num_ranks: int, round_trip_us: int) -> int:
+    """Number of a rank's buffers: half of them fill a link of 10 Gbit/s for its delay. Fewer with very many ranks.
+
+    Args:
+        num_ranks: Ranks of the group.
+        round_trip_us: Between the nodes that are farthest from each other; 0 with one node.
+    """
+    needed = 2 * (1 + round_trip_us // 2 // _BUFFER_US)
     share = _MOST_SCRATCH_BYTES // (num_ranks * buffer_bytes(num_ranks)) // 2 * 2
-    return max(min(share, _MOST_BUFFERS), _FEWEST_BUFFERS)
+    return max(min(needed, share, _MOST_BUFFERS), _FEWEST_BUFFERS)
 
 
-def _share_memory(store: Store, watch: PeerWatch, nodes: NodeMap, *, rank: int, timeout_s: float) -> int:
+def _share_memory(
+    store: Store, watch: PeerWatch, nodes: NodeMap, num_buffers: int, *, rank: int, timeout_s: float
+) -> int:
     """The group's scratch memory on this node: created by the leader, passed to the others by descriptor."""
     from coarse.kernels import _native
 
@@ -137,10 +169,11 @@ def _share_memory(store: Store, watch: PeerWatch, nodes: NodeMap, *, rank: int, 
     leader = here[0]
     door = f"door/{leader}"
     if rank != leader:
-        return _receive_descriptor(_await_door(store, watch, door, rank, leader, deadline), leader)
+        lack = f"rank {rank}: rank {leader} did not share the group's memory"
+        return _receive_descriptor(_await(store, watch, door, lack, deadline), leader)
     fd = _native.create_sealed_memory(
         "coarse-torch-group",
-        _native.group_scratch_bytes(size, buffer_bytes(size), num_buffers(size, nodes.num_nodes)),
+        _native.group_scratch_bytes(size, buffer_bytes(size), num_buffers),
     )
     try:
         _hand_out(fd, store, watch, door, leader, len(here) - 1, deadline)
@@ -189,13 +222,12 @@ def _serve(visitor: socket.socket, fd: int, token: bytes) -> bool:
     return True
 
 
-def _await_door(store: Store, watch: PeerWatch, door: str, rank: int, leader: int, deadline: float) -> bytes:
+def _await(store: Store, watch: PeerWatch, key: str, lack: str, deadline: float) -> bytes:
+    """What another rank tells through the store. `lack` is the error without it."""
     try:
-        return watch.get(store, door, max(0.0, deadline - time.monotonic()))
+        return watch.get(store, key, max(0.0, deadline - time.monotonic()))
     except TimeoutError:
-        raise RendezvousError(
-            f"rank {rank}: rank {leader} did not share the group's memory in time"
-        ) from None
+        raise RendezvousError(f"{lack} in time") from None
 
 
 def _receive_descriptor(door: bytes, leader: int) -> int:

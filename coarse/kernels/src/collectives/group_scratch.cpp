@@ -16,8 +16,6 @@ namespace {
 constexpr std::chrono::microseconds kSpin{100};
 // Longest time until a dead rank, or close(), is noticed.
 constexpr std::chrono::milliseconds kLongestSleep{20};
-// Of a buffer of 512 KiB on a link of 10 Gbit/s.
-constexpr std::size_t kBufferUs = 400;
 
 std::size_t boardAndBufferBytes(std::size_t numRanks, std::size_t bufferBytes, std::size_t numBuffers) {
   return numRanks * (sizeof(RankBoard) + numBuffers * bufferBytes);
@@ -83,14 +81,6 @@ std::byte* GroupScratch::bufferOf(std::size_t rank, std::uint32_t round) const n
 bool GroupScratch::hasPublished(std::size_t rank, std::uint32_t round) const noexcept {
   // acquire: the rank's writes into its buffer are read next.
   return static_cast<std::int32_t>(board(rank).round.load(std::memory_order_acquire) - round) >= 0;
-}
-
-std::size_t GroupScratch::usefulAhead() const noexcept {
-  const std::size_t roundTripUs =
-      board(placement_.leaderOf(rank_)).roundTripUs.load(std::memory_order_relaxed);
-  if (roundTripUs == 0) return mostAhead();
-  const std::size_t delayUs = (roundTripUs + 1) / 2;
-  return std::min(mostAhead(), 1 + delayUs / kBufferUs);
 }
 
 std::byte* GroupScratch::begin(const Extent& extent) noexcept {

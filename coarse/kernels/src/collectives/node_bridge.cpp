@@ -1,9 +1,6 @@
 #include "coarse/collectives/node_bridge.hpp"
 
-#include <netinet/in.h>
-#include <netinet/tcp.h>
 #include <sys/eventfd.h>
-#include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -35,18 +32,6 @@ Value readAt(const std::byte* data, std::size_t offset = 0) {
   Value value;
   std::memcpy(&value, data + offset, sizeof value);
   return value;
-}
-
-/// The round trip to the farthest of the peers, at least 1 us; 0 if one of the sockets does not know it.
-std::uint32_t longestRoundTripUs(const std::vector<int>& sockets) {
-  std::uint32_t longest = 1;
-  for (int socket : sockets) {
-    tcp_info info{};
-    socklen_t size = sizeof info;
-    if (::getsockopt(socket, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return 0;
-    longest = std::max(longest, info.tcpi_rtt);
-  }
-  return longest;
 }
 
 }  // namespace
@@ -94,7 +79,6 @@ NodeBridge::NodeBridge(const GroupScratch& scratch, const std::vector<int>& fds,
     links.push_back(fds[node]);
     nodeOf_.push_back(node);
   }
-  scratch.board(scratch.rank()).roundTripUs.store(longestRoundTripUs(links), std::memory_order_relaxed);
   FrameHandler& handler = *this;
   transport_ = std::make_unique<TcpTransport>(links, handler, sizeof(Header), options);
   const Placement& placement = scratch.placement();

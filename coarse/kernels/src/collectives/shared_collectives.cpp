@@ -260,7 +260,7 @@ void SharedCollectives::inPieces(Running& running, std::size_t numBytes, std::si
                                  ExtentOf extentOf, Write write, Read read) {
   const auto bytesAt = [&](std::size_t offset) { return std::min(mostBytes, numBytes - offset); };
   inFlight(
-      running, numPieces(numBytes, mostBytes), scratch_->usefulAhead(),
+      running, numPieces(numBytes, mostBytes), scratch_->mostAhead(),
       [&](std::size_t piece) {
         const std::size_t offset = piece * mostBytes, count = bytesAt(offset);
         writeRound(running, extentOf(count), [&](std::byte* buffer) { write(buffer, offset, count); });
@@ -321,7 +321,7 @@ void SharedCollectives::reduceInSlices(Running& running) {
   const std::size_t most = areaBytes(running.call) * numRanks_;
   const std::size_t total = running.header.pieceBytes;
   const std::size_t count = numPieces(total, most);
-  const std::size_t lead = std::min(scratch_->usefulAhead(), count);
+  const std::size_t lead = std::min(scratch_->mostAhead(), count);
   const std::vector<SliceRound> rounds = sliceRounds(count, lead);
   const auto slicesOf = [&](std::size_t index) {
     const std::size_t offset = rounds[index].piece * most;

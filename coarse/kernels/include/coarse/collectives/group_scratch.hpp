@@ -46,7 +46,7 @@ struct alignas(128) RankBoard {
   std::atomic<std::uint32_t> round{0};     // rounds published so far, modulo 2^32; a futex word
   std::atomic<std::uint32_t> sleepers{0};  // number of sleepers on `round`
   std::atomic<Departure> departure{Departure::kNone};
-  std::atomic<std::uint32_t> roundTripUs{0};  // a leader's: to the farthest node; 0: not known
+  std::uint32_t reserved = 0;
   // Of the last rounds, by the buffer that they use. A header is that of a call in its first round.
   CallHeader headers[kMostBuffers];
   Extent extents[kMostBuffers];
@@ -98,9 +98,6 @@ class GroupScratch {
   std::size_t bufferBytes() const noexcept { return bufferBytes_; }
   /// Number of rounds that a rank may write before it reads the first of them.
   std::size_t mostAhead() const noexcept { return numBuffers_ / 2; }
-  /// As many of them as fill a fast link to the farthest node. With more, pieces would leave the processor's
-  /// cache before they are read.
-  std::size_t usefulAhead() const noexcept;
 
   const Placement& placement() const noexcept { return placement_; }
   /// Whether `rank` shares this memory.
