@@ -23,7 +23,8 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
 _DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # opening a FIFO must not wait
 _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_STAGING_BYTES = 4 << 20  # whole pages, which all I/O past the page cache requires
+_STAGING_BYTES = 4 << 20  # collected before a write past the page cache
+_ALIGNED_BYTES = 64 << 10  # whose multiples such writes take; disks require multiples of their blocks
 
 
 def check_name(name: str) -> str:
@@ -300,20 +301,40 @@ class NewFile:
         self._is_past_cache = past_cache and _go_past_cache(descriptor)
         self._staging = memoryview(mmap.mmap(-1, _STAGING_BYTES)) if self._is_past_cache else None
         self._num_staged = 0
+        self._reserved: memoryview | None = None
+
+    def reserve(self, num_bytes: int) -> memoryview:
+        """Memory for the next `num_bytes`, which write() appends without a copy. Nothing else is appended before."""
+        if self._staging is None:
+            return memoryview(bytearray(num_bytes))
+        if self._num_staged + num_bytes > len(self._staging):
+            self._write_staged()
+        end = self._num_staged + num_bytes
+        if end > len(self._staging):
+            larger = memoryview(mmap.mmap(-1, end))
+            larger[: self._num_staged] = self._staging[: self._num_staged]
+            self._staging = larger
+        self._reserved = self._staging[self._num_staged : end]
+        return self._reserved
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Appends `data`."""
         if self._staging is None:
             return self._write(memoryview(data))
+        if data is self._reserved:
+            self._reserved = None
+            self._num_staged += len(data)
+            if self._num_staged >= _STAGING_BYTES:
+                self._write_staged()
+            return None
         view = memoryview(data)
         while view:
-            part = view[: _STAGING_BYTES - self._num_staged]
+            part = view[: len(self._staging) - self._num_staged]
             self._staging[self._num_staged : self._num_staged + len(part)] = part
             self._num_staged += len(part)
             view = view[len(part) :]
-            if self._num_staged == _STAGING_BYTES:
-                self._num_staged = 0
-                self._write(self._staging)
+            if self._num_staged == len(self._staging):
+                self._write_staged()
 
     def finish(self) -> None:
         """Writes appended data that is still buffered."""
@@ -330,6 +351,15 @@ class NewFile:
             self._observe("fsync", self._shown)
             os.fdatasync(self._descriptor)
         os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def _write_staged(self) -> None:
+        """Writes what was staged, but its end that is no whole block."""
+        assert self._staging is not None
+        rest = self._num_staged % _ALIGNED_BYTES
+        whole = self._num_staged - rest
+        self._write(self._staging[:whole])
+        self._staging[:rest] = self._staging[whole : self._num_staged]
+        self._num_staged = rest
 
     def _write(self, view: memoryview) -> None:
         while view:

@@ -20,7 +20,7 @@ from coarse.checkpoint.manifest import (
     schema_hash,
 )
 from coarse.checkpoint.names import CheckpointName
-from coarse.checkpoint.source import SavedTensor
+from coarse.checkpoint.source import Reserve, SavedTensor, any_memory
 from coarse.checkpoint.tensor_file import TensorPlace, read_header
 from coarse.checkpoint.writer import read_worker_state
 from coarse.errors import CheckpointError
@@ -133,7 +133,7 @@ class Checkpoint:
             if digests and file.sha256 and digest.hexdigest() != file.sha256:
                 raise CheckpointError(f"{self.path / file.name} is damaged: its SHA-256 does not match")
 
-    def read(self, tensor: SavedTensor) -> Iterator[memoryview]:
+    def read(self, tensor: SavedTensor, reserve: Reserve = any_memory) -> Iterator[memoryview]:
         """The bytes of a tensor, in pieces; each is valid until the next one is requested.
 
         Reading tensors in their order reads each chunk once.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -79,6 +79,15 @@ class SavedTensor:
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
+Reserve = Callable[[int], memoryview]
+"""Returns writable memory for the next so many bytes, in which a source may deliver its next piece."""
+
+
+def any_memory(num_bytes: int) -> memoryview:
+    """A Reserve for callers to whom every place is the same."""
+    return memoryview(bytearray(num_bytes))
+
+
 class CheckpointSource(Protocol):
     """The training state at one moment: parameters, buffers and optimizer state.
 
@@ -95,11 +104,14 @@ class CheckpointSource(Protocol):
     def tensors(self) -> Sequence[SavedTensor]:
         """All tensors, in the best order for reading."""
 
-    def read(self, tensor: SavedTensor) -> Iterator[memoryview]:
+    def read(self, tensor: SavedTensor, reserve: Reserve = any_memory) -> Iterator[memoryview]:
         """The bytes of a tensor in row-major order, in pieces of any length, `tensor.nbytes` in total.
 
         Each piece is valid until the next one is requested, so that a source of bounded memory can serve a state of
         any size. No byte changes between the moment of the state and close(), even if training continues.
+
+        A source that must copy anyway copies each piece to `reserve(its length)`, and yields that memory: the writer
+        then writes it from there. Other sources ignore `reserve`.
 
         Raises:
             OSError, CoarseError: If the state can no longer be read; the writer then abandons the checkpoint.
@@ -125,7 +137,7 @@ class ArraySource:
         self.tensors: Sequence[SavedTensor] = tuple(arrays)
         self._bytes = {tensor: _bytes_of(array, tensor) for tensor, array in arrays.items()}
 
-    def read(self, tensor: SavedTensor) -> Iterator[memoryview]:
+    def read(self, tensor: SavedTensor, reserve: Reserve = any_memory) -> Iterator[memoryview]:
         data = self._bytes[tensor]
         for start in range(0, len(data), _READ_BYTES):
             yield data[start : start + _READ_BYTES]

@@ -244,7 +244,7 @@ class _Writer:
             )
             for tensor in tensors:
                 written = 0
-                for piece in self._source.read(tensor):
+                for piece in self._source.read(tensor, file.reserve):
                     written += len(piece)
                     waiting_bytes += self._write_piece(file, checksums, piece)
                     self._done_bytes += len(piece)

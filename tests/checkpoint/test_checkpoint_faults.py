@@ -279,7 +279,7 @@ class Held:
         self.step, self.tensors = step, self._source.tensors
         self.is_read, self.may_go_on, self.is_closed = threading.Event(), threading.Event(), False
 
-    def read(self, tensor):
+    def read(self, tensor, reserve):
         self.is_read.set()
         assert self.may_go_on.wait(20)
         yield from self._source.read(tensor)
@@ -308,7 +308,7 @@ def test_a_save_that_comes_too_early_is_skipped_and_counted(tmp_path):
 
 def test_a_source_that_breaks_is_a_failed_save(tmp_path):
     class Broken(Held):
-        def read(self, tensor):
+        def read(self, tensor, reserve):
             raise RuntimeError("the device is gone")
 
     saver = Saver(Folder.open(tmp_path))

@@ -14,6 +14,8 @@ import tracemalloc
 
 import numpy as np
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from saved_states import OPTIONS, TENSORS, check_contents, content, save, source
 
 from coarse.checkpoint.catalogue import (
@@ -91,6 +93,23 @@ def test_files_of_any_length_are_written_past_the_page_cache(tmp_path):
                     file.write(piece)
                     file.flush()
             assert (tmp_path / f"file-{past_cache}").read_bytes() == data
+
+
+@pytest.mark.parametrize("past_cache", [False, True])
+@given(lengths=st.lists(st.tuples(st.integers(0, 3 << 20), st.booleans()), max_size=6))
+@example(lengths=[(5, False), (9 << 20, True), (7, True), (4 << 20, False), (1, True)])
+@settings(max_examples=10, deadline=None)
+def test_reserved_memory_and_other_pieces_are_written_in_their_order(tmp_path_factory, past_cache, lengths):
+    random = np.random.default_rng(1)
+    expected = []
+    with Folder.open(tmp_path_factory.mktemp("files")) as folder:
+        with folder.writing("file", past_cache=past_cache) as file:
+            for length, is_reserved in lengths:
+                expected.append(random.bytes(length))
+                piece = file.reserve(length) if is_reserved else bytearray(length)
+                piece[:] = expected[-1]
+                file.write(piece)
+        assert (folder.path / "file").read_bytes() == b"".join(expected)
 
 
 def test_a_large_checkpoint_takes_no_page_cache(tmp_path):
@@ -344,7 +363,7 @@ def test_a_save_takes_little_memory(tmp_path):
         step = 1
         tensors = tuple(SavedTensor(name=f"model.{i}", dtype="F32", shape=(1 << 20,)) for i in range(10))
 
-        def read(self, tensor):
+        def read(self, tensor, reserve):
             piece = np.full(1 << 16, int(tensor.name[6:]), dtype=np.float32)
             for _ in range(16):
                 yield piece.view(np.uint8).data
@@ -386,7 +405,7 @@ def test_progress_ends_at_the_whole(tmp_path):
 
 def test_a_source_that_gives_too_little_is_an_error(tmp_path):
     class Short(ArraySource):
-        def read(self, tensor):
+        def read(self, tensor, reserve):
             yield from list(super().read(tensor))[:-1]
 
     tensor = SavedTensor(name="model.x", dtype="U8", shape=(5 << 20,))

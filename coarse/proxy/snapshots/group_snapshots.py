@@ -125,25 +125,33 @@ class GroupSnapshots:
             raise ProtocolError(f"{self.name} has no array {array} of tensor {tensor}, only of others")
         return found
 
-    def read(self, snapshot: int, tensor: int, array: int, *, lets_go: bool) -> Iterator[memoryview[Any]]:
+    def read(
+        self,
+        snapshot: int,
+        tensor: int,
+        array: int,
+        *,
+        lets_go: bool,
+        reserve: Callable[[int], memoryview[Any]],
+    ) -> Iterator[memoryview[Any]]:
         """An array at the start of the snapshot, in pieces; each is valid until the next one is requested.
 
         Args:
             snapshot, tensor, array: Numbers of snapshot, tensor and array.
             lets_go: Whether to free each piece after reading.
+            reserve: Takes the length of a piece and returns its memory.
 
         Raises:
             SnapshotLostError: If the snapshot was dropped or never begun, or has freed the array.
             ProtocolError: If the array does not exist.
         """
-        shards = self._shards(tensor, array)
-        buffer = memoryview(bytearray(max(self._native.block_bytes(shard, array) for shard in shards)))
-        for shard in shards:
+        for shard in self._shards(tensor, array):
+            buffer = reserve(self._native.block_bytes(shard, array))
             if not self._native.read(snapshot, shard, array, buffer):
                 raise SnapshotLostError(self._why_lost(snapshot))
             if lets_go:
                 self._native.let_go(snapshot, shard, array)
-            yield buffer[: self._native.block_bytes(shard, array)]
+            yield buffer
 
     def release(self, snapshot: int) -> None:
         """Releases a snapshot. Idempotent."""

@@ -173,7 +173,14 @@ class SnapshotService:
         copy = self._memory.allocate_host(f"snapshot of {group.name}", group.num_bytes(tensor, array))
         try:
             with mmap.mmap(copy.fd, copy.num_bytes) as target:
-                for piece in group.read(snapshot, tensor, array, lets_go=False):
+                pieces = group.read(
+                    snapshot,
+                    tensor,
+                    array,
+                    lets_go=False,
+                    reserve=lambda num_bytes: memoryview(bytearray(num_bytes)),
+                )
+                for piece in pieces:
                     target.write(piece)
         except BaseException:
             copy.close()

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from coarse.checkpoint.source import SavedTensor
+from coarse.checkpoint.source import Reserve, SavedTensor, any_memory
 from coarse.errors import ProtocolError
 from coarse.proxy.snapshots.group_snapshots import GroupSnapshots
 from coarse.wire.snapshots import SnapshotContents
@@ -44,7 +44,7 @@ class SnapshotSource:
         for tensor in self.tensors:
             self._check(tensor)
 
-    def read(self, tensor: SavedTensor) -> Iterator[memoryview[Any]]:
+    def read(self, tensor: SavedTensor, reserve: Reserve = any_memory) -> Iterator[memoryview[Any]]:
         sent = self._sent.get(tensor)
         if sent is not None:
             yield sent
@@ -52,7 +52,12 @@ class SnapshotSource:
         kept = self._kept[tensor]
         place = (kept.tensor, kept.array)
         self._reads_left[place] -= 1
-        pieces = self._snapshots.read(self._number, *place, lets_go=self._reads_left[place] == 0)
+        pieces = self._snapshots.read(
+            self._number,
+            *place,
+            lets_go=self._reads_left[place] == 0,
+            reserve=reserve if kept.is_row_major else any_memory,
+        )
         if kept.is_row_major:
             yield from pieces
         else:

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from coarse.checkpoint.source import ArraySource, SavedTensor
+from coarse.checkpoint.source import ArraySource, Reserve, SavedTensor, any_memory
 from coarse.errors import CheckpointError
 from coarse.torch.checkpoint.training_state import described
 from coarse.torch.gradients.layout import Packing, as_bytes
@@ -107,8 +107,8 @@ class CopiedState:
     def tensors(self) -> Sequence[SavedTensor]:
         return self._copied().tensors
 
-    def read(self, tensor: SavedTensor) -> Iterator[memoryview]:
-        return self._copied().read(tensor)
+    def read(self, tensor: SavedTensor, reserve: Reserve = any_memory) -> Iterator[memoryview]:
+        return self._copied().read(tensor, reserve)
 
     def close(self) -> None:
         self.wait()
