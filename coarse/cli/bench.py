@@ -95,7 +95,7 @@ def _add_train_step_parser(benches: Any) -> None:
         "of these.",
     )
     parser.set_defaults(handler=run_train_step_command)
-    parser.add_argument("--model", default="bert-base", choices=_MODELS)
+    _add_model(parser, _MODELS, default="bert-base")
     parser.add_argument("--batch", type=int, default=1, help="samples per worker; default: %(default)s")
     parser.add_argument("--seq", type=int, default=32, help="tokens per sample; default: %(default)s")
     parser.add_argument("--threads", type=int, default=1, help="threads per worker; default: %(default)s")
@@ -137,7 +137,7 @@ def _add_replay_parser(benches: Any) -> None:
     parser.add_argument(
         "--machine", required=True, metavar="NAME", help="machine to emulate: a name or a TOML file"
     )
-    parser.add_argument("--model", default="bert-large", choices=_TRACES)
+    _add_model(parser, _TRACES, default="bert-large")
     parser.add_argument(
         "--schemes",
         type=_names_among((*_REPLAY_SCHEMES, *_DENSE_SCHEMES)),
@@ -188,7 +188,7 @@ def _add_checkpoint_parser(benches: Any) -> None:
         "(coarse-workers), torch.save, and async_save of torch.distributed.checkpoint (dcp).",
     )
     parser.set_defaults(handler=run_checkpoint_command)
-    parser.add_argument("--model", default="bert-base", choices=_MODELS)
+    _add_model(parser, _MODELS, default="bert-base")
     parser.add_argument("--batch", type=int, default=1, help="samples per worker; default: %(default)s")
     parser.add_argument("--seq", type=int, default=32, help="tokens per sample; default: %(default)s")
     parser.add_argument("--threads", type=int, default=1, help="threads per worker; default: %(default)s")
@@ -221,7 +221,7 @@ def _add_memory_parser(benches: Any) -> None:
         "(fsdp). Must be allowed to create control groups, as root is.",
     )
     parser.set_defaults(handler=run_memory_command)
-    parser.add_argument("--model", default="bert-base", choices=_MODELS_OF_SIZE)
+    _add_model(parser, _MODELS_OF_SIZE, default="bert-base")
     parser.add_argument("--batch", type=int, default=1, help="samples per worker; default: %(default)s")
     parser.add_argument("--seq", type=int, default=32, help="tokens per sample; default: %(default)s")
     parser.add_argument("--optimizer", default="adamw", choices=("adamw", "sgd"))
@@ -233,6 +233,16 @@ def _add_memory_parser(benches: Any) -> None:
     )
     default = ",".join(peer for peer in _MEMORY_PEERS if peer != "ddp-default")
     _add_common_arguments(parser, peers=_MEMORY_PEERS, default=default, rounds=None)
+
+
+def _add_model(parser: argparse.ArgumentParser, models: tuple[str, ...], default: str) -> None:
+    parser.add_argument(
+        "--model",
+        default=default,
+        choices=models,
+        metavar="MODEL",
+        help=f"{', '.join(models)}; default: %(default)s",
+    )
 
 
 def _add_common_arguments(

@@ -13,7 +13,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "completion",
         help="print a script by which a shell completes this command",
         description="Prints a script by which a shell completes COARSE's commands and options.",
-        epilog="bash: coarse completion bash > ~/.local/share/bash-completion/completions/coarse",
     )
     parser.add_argument("shell", choices=SHELLS)
     parser.set_defaults(handler=run, extra="completion")

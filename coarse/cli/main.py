@@ -20,6 +20,7 @@ from types import FrameType, MappingProxyType
 from typing import NoReturn
 
 from coarse import __version__
+from coarse.cli.examples import examples_of
 from coarse.errors import CoarseError, SettingsError
 
 COMMANDS: Mapping[str, str] = MappingProxyType(
@@ -48,7 +49,10 @@ _EXIT_NOBODY_READS = 128 + signal.SIGPIPE
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """An ArgumentParser that reports usage errors in one line, with exit code 2."""
+    """An ArgumentParser that reports usage errors in one line, with exit code 2, and ends its help with examples."""
+
+    def format_help(self) -> str:
+        return super().format_help() + examples_of(self.prog)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (see `{self.prog} --help`)\n")

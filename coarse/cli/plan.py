@@ -81,7 +81,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="NAME",
         help="roles of the devices of --machine; default: the paper's, or half of the devices",
     )
-    parser.add_argument("--model", choices=_MODELS, help="plan dual synchronisation for this model")
+    parser.add_argument(
+        "--model",
+        choices=_MODELS,
+        metavar="MODEL",
+        help=f"plan dual synchronisation for this model: {', '.join(_MODELS)}",
+    )
     parser.add_argument(
         "--tflops",
         type=float,

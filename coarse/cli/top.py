@@ -28,13 +28,6 @@ workers with their step times, slow ones marked, memory devices, links with
 their traffic and capacity, and events. `q` or Ctrl-C ends it; it also ends with
 the job. Without a terminal it prints once."""
 
-_EPILOG = """\
-examples:
-  coarse top                        the only job of this node
-  coarse top 7ce4 --every 5         one of several, every five seconds
-  coarse top --once | less          one reading, as plain text
-  coarse top --metrics node1:9400   with another node, whose metrics are served there"""
-
 _PLAIN_WIDTH = 160
 _PLAIN_ROWS = 256
 _KEPT_EVENTS = 5
@@ -50,7 +43,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "top",
         help="show steps, memory devices and links of a running job, renewed",
         description=_DESCRIPTION,
-        epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_job(parser)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
+import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
 
-from coarse.cli.main import main
+from coarse.cli.examples import EXAMPLES
+from coarse.cli.main import COMMANDS, build_parser, main
 from coarse.errors import RendezvousError
 
 REPORT_MODULES = """
@@ -96,6 +100,39 @@ def test_help_names_every_command(capsys):
     assert end.value.code == 0
     shown = capsys.readouterr().out
     assert all(f"\n    {command} " in shown for command in ("run", "doctor", "device", "bench"))
+
+
+def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """The parser and those of all its commands and their actions."""
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for each in action.choices.values():
+                yield from parsers(each)
+
+
+def test_every_help_fits_80_columns_and_ends_with_examples(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    texts = {each.prog: each.format_help() for each in parsers(build_parser(tuple(COMMANDS)))}
+    assert EXAMPLES.keys() == texts.keys() - {"coarse device"}
+    for prog, text in texts.items():
+        assert max(map(len, text.splitlines())) <= 80, text
+        shown = text.partition("\nexamples:\n")[2]
+        assert all(
+            f"  {command}" in shown and purpose in shown
+            for command, purpose in EXAMPLES.get(prog, {}).items()
+        )
+
+
+def test_every_example_is_a_command_line_of_its_command(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    parser = build_parser(tuple(COMMANDS))
+    for prog, command in [(prog, command) for prog, examples in EXAMPLES.items() for command in examples]:
+        assert command.startswith(prog)
+        words = shlex.split(command)
+        words = words[1 : next((at for at, word in enumerate(words) if word in (">", "|")), None)]
+        if words[-1] != "--help":
+            assert parser.parse_args(words).command == words[0]
 
 
 @pytest.mark.parametrize(
