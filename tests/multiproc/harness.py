@@ -2,8 +2,8 @@
 
 A worker is a fork of the test process that runs one function. The function receives a `Worker`, its end of the
 harness; its result or error returns as JSON. Memory devices are separate processes that the session starts, as for
-users. No sleeps and no fixed addresses: tests and workers signal each other when they are ready, and every wait has
-a limit after which everything is killed.
+users or as forks of a process with their modules (preloaded_devices.py). No sleeps and no fixed addresses: tests and
+workers signal each other when they are ready, and every wait has a limit after which everything is killed.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
+
+from preloaded_devices import DeviceTemplate
 
 from coarse.env import WorkerIdentity
 from coarse.session import Session
@@ -168,9 +170,14 @@ class RunningWorker:
 
 
 class Job:
-    """The workers of one test, and the files and processes that they may leave behind."""
+    """The workers of one test, and the files and processes that they may leave behind.
 
-    def __init__(self) -> None:
+    Args:
+        template: What memory devices are forks of; None to start them as for users.
+    """
+
+    def __init__(self, template: DeviceTemplate | None = None) -> None:
+        self._template = template
         # Socket paths must be short: pytest's temporary directories are too long.
         self.directory = Path(tempfile.mkdtemp(prefix="coarse-test-"))
         self.temporary = self.directory / "tmp"
@@ -265,6 +272,8 @@ class Job:
         try:
             os.environ["TMPDIR"] = str(self.temporary)
             tempfile.tempdir = None
+            if self._template is not None:
+                self._template.use()
             outcome = _outcome_of(function, worker)
             worker._channel.send(outcome)
             code = 1 if outcome["error"] else 0
@@ -276,10 +285,10 @@ class Job:
 
 
 @contextlib.contextmanager
-def job_of_test() -> Iterator[Job]:
+def job_of_test(template: DeviceTemplate | None = None) -> Iterator[Job]:
     """A Job; checks that it leaves no processes, directories or descriptors of the test process behind."""
     descriptors = open_descriptors()
-    job = Job()
+    job = Job(template)
     try:
         yield job
     finally:
