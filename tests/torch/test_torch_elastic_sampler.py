@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from launching import launch
+from launching import PRELOADED, launch
 from torch import nn
 
 import coarse.torch
@@ -122,7 +123,9 @@ def test_recovery_without_the_sampler_is_refused_where_workers_are_replaced(tmp_
         "refused",
         "0",
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command, env={**os.environ, **PRELOADED}, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode != 0
     assert "Recovery knows no position in the data for a new worker" in done.stderr
 
