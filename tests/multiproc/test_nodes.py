@@ -744,6 +744,10 @@ def ride_out(job, disturb):
     assert len({digest for outcome in outcomes for digest in outcome.value}) == 1
 
 
+SILENCE_S = 9.0
+"""A silence is told after 5 s, at a look that comes each second."""
+
+
 def cut(names, silence_s):
     """Cuts the cable for a time."""
     subprocess.run(["ip", "-n", names[0], "link", "set", "cable", "down"], check=True)
@@ -751,7 +755,7 @@ def cut(names, silence_s):
     subprocess.run(["ip", "-n", names[0], "link", "set", "cable", "up"], check=True)
 
 
-@pytest.mark.parametrize("silence_s", [15.0, pytest.param(60.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("silence_s", [SILENCE_S, pytest.param(60.0, marks=pytest.mark.slow)])
 def test_a_partition_is_ridden_out_with_the_bits_of_an_undisturbed_run(job, capfd, silence_s):
     ride_out(job, lambda names: cut(names, silence_s))
     said = capfd.readouterr().err
@@ -788,7 +792,7 @@ def test_a_process_group_rides_out_a_partition_with_the_same_bits(tmp_path):
         for launcher in launchers:
             while "under way" not in (line := launcher.stdout.readline()):
                 assert line, "the job has ended"
-        cut(names, 12.0)
+        cut(names, SILENCE_S)
         printed = [launcher.communicate(timeout=100)[0] for launcher in launchers]
     for node, text in enumerate(printed):
         assert "the same bits" in text, printed
@@ -804,7 +808,7 @@ def test_a_network_that_carries_one_direction_only_is_waited_for(job, capfd):
 
     def drop(names):
         block(names[0], "-i", "cable", "-j", "DROP")
-        time.sleep(9.0)
+        time.sleep(SILENCE_S)
         allow_all(names[0])
 
     ride_out(job, drop)
@@ -828,10 +832,10 @@ def test_connections_that_a_firewall_resets_are_made_anew_with_the_same_bits(job
 
 def test_a_node_that_is_stopped_for_long_while_data_is_under_way_goes_on(job):
     """Stopped for longer than the limit for unanswered requests, with more data than connection buffers hold."""
-    silence_s = 12.0
+    silence_s = 6.0
 
     def worker(me):
-        with me.join(node=f"n{me.rank}", algorithm="direct", node_timeout_s=10.0) as session:
+        with me.join(node=f"n{me.rank}", algorithm="direct", node_timeout_s=4.0) as session:
             group = session.register("gradients", floats("abcdefgh", 8_000_000))
             me.tell([connection.pid for connection in session._client.linked()._connections])
             me.hear()
