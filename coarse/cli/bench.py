@@ -24,6 +24,7 @@ _REPLAY_SCHEMES = (
     *("coarse", "offload", "spread", "local", "ring", "direct", "fifo"),
     *("workers", "allreduce", "two-way-ring", "tree"),
 )
+_ONE_NODE_SCHEMES = ("ring",)
 _DENSE_SCHEMES = ("dense", "dense-least")  # a hundred times slower, so only if they are named
 _TRACES = (
     *("bert-large", "bert-base", "bert-small", "gpt2-medium"),
@@ -141,9 +142,8 @@ def _add_replay_parser(benches: Any) -> None:
     parser.add_argument(
         "--schemes",
         type=_names_among((*_REPLAY_SCHEMES, *_DENSE_SCHEMES)),
-        default=",".join(_REPLAY_SCHEMES),
         metavar="NAMES",
-        help="default: %(default)s",
+        help=f"default: {','.join(_REPLAY_SCHEMES)}; with --nodes without {','.join(_ONE_NODE_SCHEMES)}",
     )
     parser.add_argument(
         "--time-dilation",
@@ -369,7 +369,7 @@ def run_replay_command(arguments: argparse.Namespace) -> int:
     try:
         gpu = load_machine(arguments.machine).topology.gpu
         plan = ReplayPlan(
-            schemes=arguments.schemes,
+            schemes=arguments.schemes or _schemes_over(arguments.nodes),
             trace=place_trace(load_trace(arguments.model), gpu=gpu, tflops=arguments.tflops),
             machine=arguments.machine,
             num_workers=arguments.workers,
@@ -395,6 +395,10 @@ def run_replay_command(arguments: argparse.Namespace) -> int:
         if result.ways:
             print(f"{result.scheme}: {result.ways}")
     return 0
+
+
+def _schemes_over(num_nodes: int) -> tuple[str, ...]:
+    return tuple(each for each in _REPLAY_SCHEMES if num_nodes == 1 or each not in _ONE_NODE_SCHEMES)
 
 
 def run_checkpoint_command(arguments: argparse.Namespace) -> int:

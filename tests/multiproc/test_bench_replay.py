@@ -95,6 +95,12 @@ def test_computation_passes_and_hides_synchronisation():
             {"num_workers": 6, "num_nodes": 2, "partition_table": "aws-p3"},
             "is for 4 workers, but this job has 3",
         ),
+        ({"schemes": ("coarse", "ring"), "num_nodes": 2}, "scheme ring: .* only within one node"),
+        ({"schemes": ("dense",), "num_nodes": 2}, "scheme dense: DENSE has one memory device"),
+        (
+            {"machine": "pcie4", "num_nodes": 2},
+            "scheme coarse: the file of machine pcie4 describes no network",
+        ),
         ({"time_dilation": 0.0}, "above 0"),
         ({"alone_steps": -1}, "at 0"),
         ({"measures": "luck"}, "not 'luck'"),
