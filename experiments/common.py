@@ -191,9 +191,9 @@ def _has_changed_code() -> bool:
 def run_experiment(experiment: Experiment, options: Options) -> Outcome:
     """Runs an experiment and writes results.json and the pictures; a run that fails leaves earlier ones."""
     provenance()
-    outcome = experiment.run(options)
     results = options.results or experiment.folder / "results"
-    results.mkdir(parents=True, exist_ok=True)
+    results.mkdir(parents=True, exist_ok=True)  # first, because the run takes minutes
+    outcome = experiment.run(options)
     for name, figure in outcome.pictures.items():
         save_figure(figure, results / name)
     document = {

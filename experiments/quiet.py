@@ -68,18 +68,21 @@ def quiet_throughout(what: str, *, most_busy: float = MOST_BUSY) -> Iterator[Non
     _refuse(what, others_s / available_s, most_busy)
 
 
-def measure_in_quiet(what: str, measure: Callable[[], T], *, most_busy: float = MOST_BUSY) -> T:
-    """Makes a measurement, and makes it again if other work took the processors meanwhile, at most ATTEMPTS times.
+def measure_in_quiet(
+    what: str, measure: Callable[[], T], *, most_busy: float = MOST_BUSY, attempts: int = ATTEMPTS
+) -> T:
+    """Makes a measurement, and makes it again if other work took the processors meanwhile.
 
     Args:
         what: The measurement, for the error.
         measure: Makes it.
         most_busy: Largest accepted share of the processors' time; infinite to accept all.
+        attempts: How often it is made at most.
 
     Raises:
         BusyMachineError: If other work took more each time.
     """
-    for _ in range(ATTEMPTS - 1):
+    for _ in range(attempts - 1):
         with suppress(BusyMachineError), quiet_throughout(what, most_busy=most_busy):
             return measure()
     with quiet_throughout(what, most_busy=most_busy):

@@ -134,8 +134,17 @@ def goodput(log: JobLog, rates: Mapping[int, float]) -> float:
     of n workers in a time without a fault, under the same system. It depends on n where workers share processors, as
     three do on two cores: two workers are then faster each, while nobody takes the place of the third.
     """
-    samples = samples_between(useful_ends(log), log.batch, log.began_s, log.ended_s)
-    return samples / capacity(log, rates, log.began_s, log.ended_s)
+    return _goodput_between(log, rates, log.began_s, log.ended_s)
+
+
+def goodputs(log: JobLog, rates: Mapping[int, float], width_s: float) -> list[float]:
+    """As goodput(), in each whole interval of `width_s`."""
+    return [_goodput_between(log, rates, begin_s, begin_s + width_s) for begin_s in _intervals(log, width_s)]
+
+
+def _goodput_between(log: JobLog, rates: Mapping[int, float], begin_s: float, end_s: float) -> float:
+    samples = samples_between(useful_ends(log), log.batch, begin_s, end_s)
+    return samples / capacity(log, rates, begin_s, end_s)
 
 
 def longest_standstill(log: JobLog) -> float:

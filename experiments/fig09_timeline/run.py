@@ -36,8 +36,8 @@ TENSOR_BYTES = tuple(size << 20 for size in (8, 4, 16, 6, 4, 12))
 
 TIME_DILATION = 200.0  # a shard takes 50 ms on the host: delayed polling is a small part of it
 LOOK_INTERVAL_S = 0.001
-SEEN_LATE_PERCENT = 2
-"""Worker 0 sees events up to this share of a run late, because it looks now and then."""
+LEAST_SPREAD_PERCENT = 2.0
+"""Least spread of a share of the time, in points."""
 
 WHOLE_TENSORS = 1 << 32
 FIFO, SHARDED = "first in first out, whole tensors", "shards, pipelined"
@@ -149,7 +149,8 @@ def _in_turn(
 def watch(task: Task, time_dilation: float = TIME_DILATION) -> Paced[list[Transfer]]:
     """Runs a task and returns the transfers of worker 0; with more time dilation if links do not keep pace.
 
-    The pacing error is the average delay of arrivals as a share of a transfer's average time.
+    The pacing error is the average delay until worker 0 sees an arrival, as a share of a transfer's average time: the
+    arrival's own, and that until the next look.
 
     Raises:
         PaceError: If this host cannot emulate the machine's links in time.
@@ -193,9 +194,10 @@ class TimelineCommands(SessionCommands):
             for index in range(len(specs)):
                 np.frombuffer(group.buffer(index), np.float32)[:] = 1 + self.rank
             self.session.barrier()
-            times, late_us = measure_lateness(
+            (times, looks), late_us = measure_lateness(
                 self.session, lambda: _push_and_pull(group, self.rank, most_pushing, most_pending)
             )
+            late_us += 1e6 * mean_delay(looks) / self.session.settings.time_dilation
             for index in range(len(specs)):
                 mean = (1 + self.num_workers) / 2
                 if not (np.frombuffer(group.buffer(index), np.float32) == mean).all():
@@ -203,7 +205,17 @@ class TimelineCommands(SessionCommands):
         return [asdict(each) for each in times], late_us
 
 
-def _push_and_pull(group: TensorGroup, rank: int, most_pushing: int, most_pending: int) -> list[Times]:
+def mean_delay(looks: Sequence[float]) -> float:
+    """Average time from a random moment to the next look, from the moments of looks: long gaps have most moments."""
+    gaps = np.diff(looks)
+    return float(np.sum(gaps**2) / (2 * np.sum(gaps))) if gaps.size else 0.0
+
+
+def _push_and_pull(
+    group: TensorGroup, rank: int, most_pushing: int, most_pending: int
+) -> tuple[list[Times], list[float]]:
+    """The times of each shard, and the moments of looks."""
+    looks = [time.monotonic()]
     times = [Times() for _ in group.specs]
     to_push, pushing, pending = list(reversed(range(len(times)))), set[int](), set[int]()
     while to_push or pending:
@@ -218,9 +230,10 @@ def _push_and_pull(group: TensorGroup, rank: int, most_pushing: int, most_pendin
             _look(group, index, times[index], rank)
         pushing = {index for index in pushing if times[index].arrived == math.inf}
         pending = {index for index in pending if times[index].pulled == math.inf}
+        looks.append(time.monotonic())
         time.sleep(LOOK_INTERVAL_S)
     group.pull_all()
-    return times
+    return times, looks
 
 
 def _look(group: TensorGroup, index: int, times: Times, rank: int) -> None:
@@ -258,7 +271,7 @@ def run(options: Options) -> Outcome:
     timelines = {name: paced.value for name, paced in runs.items()}
     return Outcome(
         findings=[
-            compare(timelines[FIFO], timelines[SHARDED], shard_bytes),
+            compare(runs[FIFO], runs[SHARDED], shard_bytes),
             compare_posting(timelines[SHARDED], timelines[AT_ONCE]),
         ],
         data=[
@@ -275,9 +288,9 @@ def run(options: Options) -> Outcome:
     )
 
 
-def compare(fifo: Sequence[Transfer], sharded: Sequence[Transfer], shard_bytes: int) -> Finding:
+def compare(fifo: Paced[list[Transfer]], sharded: Paced[list[Transfer]], shard_bytes: int) -> Finding:
     """The share of the time that both directions of the link are busy, and the speedup of the pipeline."""
-    speedup = _end_us(fifo) / _end_us(sharded)
+    speedup = _end_us(fifo.value) / _end_us(sharded.value)
     sizes = f"{format_size(sum(TENSOR_BYTES))} in whole tensors and in shards of {format_size(shard_bytes)}"
     return Finding(
         ran=f"{sizes}, {MACHINE}",
@@ -285,8 +298,8 @@ def compare(fifo: Sequence[Transfer], sharded: Sequence[Transfer], shard_bytes: 
             NumberCheck(expectation=FIFO_OVERLAP, measured=_percent_busy(fifo)),
             NumberCheck(expectation=SHARDS_OVERLAP, measured=_percent_busy(sharded)),
         ),
-        note=f"shards {speedup:.2f}x as fast; push and pull busy {_percent(busy_fraction(sharded))}, "
-        f"with whole tensors {_percent(busy_fraction(fifo))}",
+        note=f"shards {speedup:.2f}x as fast; push and pull busy {_percent(busy_fraction(sharded.value))}, "
+        f"with whole tensors {_percent(busy_fraction(fifo.value))}",
         kind=EMULATED,
     )
 
@@ -297,11 +310,11 @@ def overlap(transfers: Sequence[Transfer]) -> float:
     return max(0.0, sum(busy_fraction(transfers).values()) - sum(either.values()))
 
 
-def _percent_busy(transfers: Sequence[Transfer]) -> Measured:
-    """The overlap in per cent, and what it may be if events are seen late."""
-    percent = 100 * overlap(transfers)
-    low, high = max(0.0, percent - SEEN_LATE_PERCENT), min(100.0, percent + SEEN_LATE_PERCENT)
-    return Measured(value=percent, low=low, high=high)
+def _percent_busy(paced: Paced[list[Transfer]]) -> Measured:
+    """The overlap in per cent, and what it may be if both ends of every transfer are seen late."""
+    percent = 100 * overlap(paced.value)
+    spread = max(LEAST_SPREAD_PERCENT, 2 * 100 * paced.pacing.error)
+    return Measured(value=percent, low=max(0.0, percent - spread), high=min(100.0, percent + spread))
 
 
 def compare_posting(sharded: Sequence[Transfer], at_once: Sequence[Transfer]) -> Finding:

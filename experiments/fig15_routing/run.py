@@ -12,7 +12,14 @@ from coarse.profiler.profile import Profile
 from coarse.profiler.routing import RoutingTable
 from experiments.common import Experiment, Finding, Options, Outcome, main
 from experiments.expectation import CategoryCheck
-from experiments.profiles import HOST, curves_as_json, get_profile, pacing_as_json, plan_tables
+from experiments.profiles import (
+    HOST,
+    curves_as_json,
+    get_profile,
+    get_sessions,
+    pacing_as_json,
+    plan_tables,
+)
 
 ALWAYS_LOCAL = "always local"
 LOCAL_THEN_REMOTE = "local for small, remote for large"
@@ -31,13 +38,21 @@ def name_route(table: RoutingTable, local_device: int) -> str:
     return REMOTE_THEN_LOCAL if is_large_local else ALWAYS_REMOTE
 
 
-def compare(profile: Profile, tables: Sequence[RoutingTable]) -> Finding:
-    """Routes of all workers, compared with the paper's for the machine."""
+def compare(
+    profile: Profile, tables: Sequence[RoutingTable], of_sessions: Sequence[RoutingTable] = ()
+) -> Finding:
+    """Routes of all workers, compared with the paper's for the machine.
+
+    Args:
+        profile: Of all sessions together.
+        tables: Its table of each worker.
+        of_sessions: The tables by the profile of each session, whose thresholds are told too.
+    """
     routes = [
         name_route(table, device) for table, device in zip(tables, profile.key.local_devices, strict=True)
     ]
     expected = PAPER_ROUTES.get(profile.key.machine)
-    sizes = sorted(table.threshold_bytes for table in tables if table.threshold_bytes)
+    sizes = sorted(table.threshold_bytes for table in (*tables, *of_sessions) if table.threshold_bytes)
     thresholds = list(dict.fromkeys(format_size(nbytes) for nbytes in sizes))
     note = f"threshold {' to '.join(_ends(thresholds))}" if thresholds else ""
     if expected is None:
@@ -55,8 +70,12 @@ def run(options: Options) -> Outcome:
     """Profiles each machine and plans its routes."""
     profiles = [get_profile(machine, is_quick=options.is_quick) for machine in options.machines]
     tables = [plan_tables(profile) for profile in profiles]
+    of_sessions = [
+        [table for each in sessions.profiles for table in plan_tables(each)]
+        for sessions in (get_sessions(machine, is_quick=options.is_quick) for machine in options.machines)
+    ]
     return Outcome(
-        findings=[compare(profile, table) for profile, table in zip(profiles, tables, strict=True)],
+        findings=[compare(*each) for each in zip(profiles, tables, of_sessions, strict=True)],
         data=[
             {
                 **curves_as_json(profile),

@@ -8,6 +8,7 @@ share a control group with a memory limit from their start.
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -15,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -25,7 +27,7 @@ from coarse.profiler.figures import COLOURS
 from coarse.profiler.profile import MEASURED
 from experiments.common import FOLDER, Experiment, Finding, Options, Outcome, main
 from experiments.expectation import Check, Expectation, Measured, NumberCheck, judge_number
-from experiments.quiet import require_quiet
+from experiments.quiet import MOST_BUSY, measure_in_quiet
 
 NUM_WORKERS = 2
 DDP = "ddp"
@@ -150,14 +152,18 @@ def run(options: Options) -> Outcome:
     """Finds the largest batch of each system.
 
     Raises:
-        BusyMachineError: If other work takes the processors, unless it is a quick run.
+        BusyMachineError: If other work takes the processors in each attempt, unless it is a quick run.
     """
     case = QUICK if options.is_quick else FULL
+    most_busy = math.inf if options.is_quick else MOST_BUSY
+
+    def attempt(system: str, batch: int) -> Trial | None:
+        what = f"batch {batch} of {LABELS[system]}"
+        return measure_in_quiet(what, lambda: attempt_batch(case, system, batch), most_busy=most_busy)
+
     found: dict[str, Trial | None] = {}
     for system in LABELS:
-        if not options.is_quick:
-            require_quiet(f"largest batch of {LABELS[system]}")
-        found[system] = largest(lambda batch, system=system: attempt_batch(case, system, batch), case.most)
+        found[system] = largest(partial(attempt, system), case.most)
         options.progress(f"{LABELS[system]}: {_words(found[system])}")
     return Outcome(
         findings=[_finding(case, system, found) for system in found],

@@ -23,13 +23,21 @@ from coarse.profiler.curve import Curve, CurvePoint
 from coarse.profiler.direct_allreduce import ALL_GATHER, ALL_TO_ALL, RING, Collectives
 from coarse.profiler.figures import draw_crossings, format_size
 from coarse.profiler.linked import collectives_from_links
-from coarse.profiler.profile import EMULATED, Profile
+from coarse.profiler.profile import BOTH, EMULATED, Profile
 from coarse.profiler.routing import RoutingTable
 from coarse.profiler.switchover import SwitchOver, compare_crossings, measure_crossing, predict_crossing
 from coarse.schema import TensorSpec
 from experiments.common import Experiment, Finding, Options, Outcome, main
 from experiments.expectation import PREDICTED, CategoryCheck, Check, Expectation, Measured, NumberCheck
-from experiments.profiles import get_profile, links_of, measure_lateness, pacing_as_json, plan_tables
+from experiments.profiles import (
+    Sessions,
+    get_profile,
+    get_sessions,
+    links_of,
+    measure_lateness,
+    pacing_as_json,
+    plan_tables,
+)
 
 MACHINES = ("aws-p3", "sdsc-p100")
 WAYS = (ALL_GATHER, ALL_TO_ALL, RING)
@@ -41,7 +49,9 @@ SIZES = tuple(4096 << power for power in range(10))
 TIME_DILATION = 400.0
 """A latency of 20 us becomes 8 ms on the host; delayed polling adds a few per cent to it."""
 
-REPEATS = 9
+SESSIONS, REPEATS = 3, 3
+"""Sessions that time the direct all-reduce, and repeats of each: delays differ between sessions, too."""
+
 AGREES_WITHIN = 0.25
 """Accepted relative error: about the accuracy of a measured latency, to which the crossing is proportional."""
 
@@ -54,13 +64,23 @@ class Timings:
 
     Args:
         curves: Medians of the repeats.
-        repeats: The curves of each repeat.
+        repeats: The curves of each repeat, of all sessions.
     """
 
     machine: str
     num_workers: int
     curves: Mapping[str, Curve]
     repeats: tuple[Mapping[str, Curve], ...] = ()
+
+    @classmethod
+    def from_repeats(cls, machine: str, num_workers: int, repeats_us: NDArray[np.float64]) -> Timings:
+        """The medians, from microseconds by repeat, algorithm and size."""
+        return cls(
+            machine=machine,
+            num_workers=num_workers,
+            curves=_curves(np.median(repeats_us, axis=0)),
+            repeats=tuple(map(_curves, repeats_us)),
+        )
 
     def crossing(self, small: str, large: str, model: Collectives) -> SwitchOver:
         """The size from which `large` is faster, by the model and by the measurements."""
@@ -79,23 +99,33 @@ class Timings:
 
 
 def time_direct_allreduce(
-    machine: str, *, repeats: int, time_dilation: float = TIME_DILATION
+    machine: str, *, sessions: int, repeats: int, time_dilation: float = TIME_DILATION
 ) -> Paced[Timings]:
     """Times the direct all-reduce of a machine's workers for every algorithm and size, one tensor at a time.
 
-    The pacing error is the average delay of arrivals as a share of the shortest all-reduce.
+    The pacing error is the average delay of arrivals as a share of the shortest all-reduce; of several sessions the
+    largest.
 
     Raises:
         PaceError: If this host cannot emulate the machine's links in time.
     """
-    return keep_pace(
-        f"direct all-reduce on {machine}",
-        lambda dilation: _time_direct_allreduce(machine, repeats, dilation),
-        time_dilation=time_dilation,
+    ran = [
+        keep_pace(
+            f"direct all-reduce on {machine}",
+            lambda dilation: _time_direct_allreduce(machine, repeats, dilation),
+            time_dilation=time_dilation,
+        )
+        for _ in range(sessions)
+    ]
+    repeats_us = np.concatenate([paced.value for paced in ran])
+    return Paced(
+        value=Timings.from_repeats(machine, PartitionTable.load(machine).num_workers, repeats_us),
+        pacing=max((paced.pacing for paced in ran), key=lambda pacing: pacing.error),
     )
 
 
-def _time_direct_allreduce(machine: str, repeats: int, time_dilation: float) -> Paced[Timings]:
+def _time_direct_allreduce(machine: str, repeats: int, time_dilation: float) -> Paced[NDArray[np.float64]]:
+    """Microseconds of one session by repeat, algorithm and size."""
     settings = {"machine": machine, "partition_table": machine, "time_dilation": time_dilation}
     settings |= {"dual_sync": "off", "shard_bytes": _WHOLE_TENSORS}
     num_workers = PartitionTable.load(machine).num_workers
@@ -106,19 +136,9 @@ def _time_direct_allreduce(machine: str, repeats: int, time_dilation: float) -> 
     late_us = answers[0][1]
     # The last worker to push waited for no other: the shortest time of all workers is the links' time.
     repeats_us = seconds.min(axis=0) * 1e6
-    fastest_us = np.median(repeats_us, axis=0)
+    error = late_us / float(np.median(repeats_us, axis=0).min())
     return Paced(
-        value=Timings(
-            machine=machine,
-            num_workers=num_workers,
-            curves=_curves(fastest_us),
-            repeats=tuple(map(_curves, repeats_us)),
-        ),
-        pacing=Pacing(
-            lateness_us=late_us,
-            error=late_us / float(fastest_us.min()),
-            time_dilation=time_dilation,
-        ),
+        value=repeats_us, pacing=Pacing(lateness_us=late_us, error=error, time_dilation=time_dilation)
     )
 
 
@@ -161,30 +181,46 @@ class DirectAllreduceCommands(SessionCommands):
 # ---- what comes out ----
 
 
-def compare_proxies(profile: Profile, tables: Sequence[RoutingTable]) -> tuple[Finding, dict[str, Any]]:
-    """LatProxy against BwProxy for the first worker."""
+def compare_proxies(
+    sessions: Sessions, profile: Profile, tables: Sequence[RoutingTable]
+) -> tuple[Finding, dict[str, Any]]:
+    """LatProxy against BwProxy for the first worker.
+
+    Args:
+        sessions: The profiles of several sessions; their crossings give the range.
+        profile: That of all sessions together.
+        tables: Its routing tables.
+    """
     machine, table = profile.key.machine, tables[0]
     ran = f"LatProxy to BwProxy, {machine}"
     if table.lat_proxy == table.bw_proxy:
         finding = Finding(ran=ran, note="one proxy is the fastest at every size", kind=profile.kind)
         return finding, {"kind": profile.kind, "machine": machine, "what": ran, "crossing": None}
-    curves = profile.both_at_once(0)
-    crossing = compare_crossings(curves[table.lat_proxy], curves[table.bw_proxy])
-    largest = curves[table.lat_proxy].points[-1].nbytes
-    ends = _uncertain_crossings(curves[table.lat_proxy], curves[table.bw_proxy])
-    return _finding(ran, crossing, profile.kind, largest, ends), _data(machine, ran, crossing, profile.kind)
+    small, large = (profile.curve(BOTH, 0, proxy) for proxy in (table.lat_proxy, table.bw_proxy))
+    crossing = compare_crossings(small, large)
+    ends = [
+        nbytes
+        for each in sessions.measured
+        for nbytes in _uncertain_crossings(
+            each.value.curve(BOTH, 0, table.lat_proxy),
+            each.value.curve(BOTH, 0, table.bw_proxy),
+            late_us=each.pacing.lateness_us,
+        )
+    ]
+    finding = _finding(ran, crossing, profile.kind, small.points[-1].nbytes, ends)
+    return finding, _data(machine, ran, crossing, profile.kind)
 
 
-def _uncertain_crossings(small: Curve, large: Curve) -> list[float]:
-    """The crossings of two curves that are off by their uncertainties, in opposite directions."""
-    found = (measure_crossing(_off(small, sign), _off(large, -sign)) for sign in (-1, 1))
+def _uncertain_crossings(small: Curve, large: Curve, *, late_us: float) -> list[float]:
+    """The crossings of two curves that are off in opposite directions, by their uncertainties and by `late_us`."""
+    found = (measure_crossing(_off(small, sign, late_us), _off(large, -sign, late_us)) for sign in (-1, 1))
     return [nbytes for nbytes in found if nbytes]
 
 
-def _off(curve: Curve, sign: int) -> Curve:
+def _off(curve: Curve, sign: int, late_us: float) -> Curve:
     return Curve(
         points=tuple(
-            replace(point, time_us=max(point.time_us + sign * point.spread_us, point.time_us / 2))
+            replace(point, time_us=max(point.time_us + sign * (point.spread_us + late_us), point.time_us / 2))
             for point in curve.points
         )
     )
@@ -217,11 +253,13 @@ def run(options: Options) -> Outcome:
     pictures = {}
     for machine in (each for each in options.machines if each in MACHINES):
         profile = get_profile(machine, is_quick=options.is_quick)
-        finding, values = compare_proxies(profile, plan_tables(profile))
+        sessions = get_sessions(machine, is_quick=options.is_quick)
+        finding, values = compare_proxies(sessions, profile, plan_tables(profile))
         findings.append(finding)
         data.append(values | pacing_as_json(machine, is_quick=options.is_quick))
         options.progress(f"{machine}: direct all-reduce")
-        paced = time_direct_allreduce(machine, repeats=1 if options.is_quick else REPEATS)
+        num_sessions, repeats = (1, 1) if options.is_quick else (SESSIONS, REPEATS)
+        paced = time_direct_allreduce(machine, sessions=num_sessions, repeats=repeats)
         timings = paced.value
         model = collectives_from_links(links_of(machine)[0])
         more_findings, more_values = compare_ways(timings, model)

@@ -225,8 +225,8 @@ def test_without_a_batch_of_ddp_there_is_nothing_to_compare():
     assert fig16._finding(fig16.FULL, fig16.DDP, found).found == "not even 1"
 
 
-UNDISTURBED = recovery.Run(param_hash="a", resumed_at=(), lost_s=0.0, seconds=20.0)
-TWICE = recovery.Run(param_hash="a", resumed_at=(3, 9), lost_s=4.0, seconds=30.0)
+UNDISTURBED = recovery.Run(param_hash="a", resumed_at=(), lost_s=(), seconds=20.0)
+TWICE = recovery.Run(param_hash="a", resumed_at=(3, 9), lost_s=(1.5, 2.5), seconds=30.0)
 
 
 @pytest.mark.parametrize(
@@ -242,9 +242,20 @@ def test_recovered_parameters_have_to_be_equal_after_every_kill(changes, deviati
 
 
 def test_recovery_has_to_lose_less_from_memory():
-    slow = replace(TWICE, lost_s=5.0)
-    assert recovery._lost_time(TWICE, slow, 2).verdict == WITHIN
-    assert recovery._lost_time(slow, TWICE, 2).deviations == ["lost from memory higher"]
+    slow = replace(TWICE, lost_s=(2.0, 3.0))
+    found = recovery._lost_time(TWICE, slow)
+    assert found.verdict == WITHIN
+    assert found.checks[0].measured == Measured(value=80, low=50, high=125)
+    assert found.note == "2.0 s beside 2.5 s"
+    assert recovery._lost_time(slow, TWICE).deviations == ["lost from memory higher"]
+
+
+def test_restoring_the_state_has_to_take_a_tenth_of_the_time_of_a_file():
     times = {"recover_s": 0.01, "load_s": 0.2, "construct_s": 0.1, "fresh_construct_s": 0.2, "state_bytes": 1}
-    assert recovery._state_alone(times).verdict == WITHIN
-    assert recovery._state_alone({**times, "load_s": 0.05}).deviations == ["from memory higher"]
+    times |= {"least_recover_s": 0.008, "least_load_s": 0.16}
+    found = recovery._state_alone(times)
+    assert found.verdict == WITHIN
+    (check,) = found.checks
+    assert (check.measured.low, check.measured.high) == (pytest.approx(4), pytest.approx(6.25))
+    slow = {**times, "load_s": 0.05, "least_load_s": 0.05}
+    assert recovery._state_alone(slow).deviations == ["from memory higher"]

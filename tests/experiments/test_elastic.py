@@ -15,6 +15,7 @@ from experiments.elastic.goodput import (
     Step,
     capacity,
     goodput,
+    goodputs,
     longest_standstill,
     lost_steps,
     throughput,
@@ -22,7 +23,7 @@ from experiments.elastic.goodput import (
     world_sizes,
 )
 from experiments.elastic.jobs import Plan
-from experiments.elastic.run import EXPERIMENT, parse_plan, run_plan
+from experiments.elastic.run import EXPERIMENT, Run, parse_plan, run_plan
 
 STEP_S, BATCH = 0.5, 4
 RATE = BATCH / STEP_S
@@ -75,6 +76,13 @@ def test_the_time_without_a_worker_is_nobodys_fault_but_what_it_waits_for_is():
     assert goodput(log, rates) == pytest.approx((20 + 14) / (2 * 18))  # of 36 steps
     assert lost_steps(log) == 0
     assert world_sizes(log, 1.0) == [2, 2, 2, 2, 1, 1, 1, 2, 2, 2]
+
+
+def test_the_range_of_goodput_is_that_of_intervals():
+    log, rates = replaced(), {2: RATE, 1: RATE}
+    assert goodputs(log, rates, 5.0) == [pytest.approx(1), pytest.approx(16 / 18)]
+    found = Run(log=log, rates=rates).goodput_over(5.0)
+    assert (found.low, found.value, found.high) == tuple(map(pytest.approx, (1600 / 18, 3400 / 36, 100)))
 
 
 def test_survivors_that_could_be_faster_are_measured_by_that():

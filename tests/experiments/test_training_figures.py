@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from planning import key_of, profile_of
 
-from coarse.bench.pace import Pacing
+from coarse.bench.pace import Paced, Pacing
 from coarse.bench.replay.driver import check_replay
 from experiments.common import DIFFERS, WITHIN
 from experiments.expectation import HIGHER, LOWER, OTHER, Measured
@@ -43,8 +43,12 @@ def test_machines_have_the_places_of_every_panel(case):
 # ---- Figures 3 and 13 ----
 
 
-def profile(gbytes_per_s):
-    return profile_of(key_of(machine="aws-p3"), local=(0, gbytes_per_s), remote=(0, gbytes_per_s))
+def profile(gbytes_per_s, *, late_us=0.0):
+    links = (0, gbytes_per_s)
+    return Paced(
+        value=profile_of(key_of(machine="aws-p3"), local=links, remote=links),
+        pacing=Pacing(lateness_us=late_us, error=0.0, time_dilation=20.0),
+    )
 
 
 @pytest.mark.parametrize(
@@ -54,6 +58,14 @@ def test_loads_and_stores_have_to_be_slower_by_the_papers_ratios(slower, verdict
     finding = fig13.compare(profile(8), profile(8 / slower))
     assert tuple(check.verdict for check in finding.checks) == verdicts
     assert finding.verdict == DIFFERS
+
+
+def test_the_spread_of_a_ratio_contains_the_delays_of_both_sessions():
+    (reads, _) = fig13.compare(profile(8, late_us=70), profile(4, late_us=0)).checks
+    largest_us = (64 << 20) / 8e3 / 1.2  # a pull alone
+    assert reads.measured.value == pytest.approx(2)
+    assert reads.measured.low == pytest.approx(2 * largest_us / (largest_us + 70))
+    assert reads.measured.high == pytest.approx(2 * largest_us / (largest_us - 70))
 
 
 def test_the_model_is_drawn_and_kept_as_simulated():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from coarse.bench.pace import Paced, Pacing
 from coarse.profiler.figures import Transfer
 from coarse.profiler.routing import RoutingTable
 from experiments.fig09_timeline import run as fig09
@@ -44,9 +45,13 @@ def spans(link, *bounds):
     return [Transfer(link=link, tensor=0, nbytes=1, start_us=start, end_us=end) for start, end in bounds]
 
 
+def paced(transfers, error=0.0):
+    return Paced(value=transfers, pacing=Pacing(lateness_us=0.0, error=error, time_dilation=200.0))
+
+
 def test_a_pipeline_with_idle_directions_is_not_what_the_paper_says():
-    in_turn = spans("push", (0, 10)) + spans("pull", (10, 20))
-    pipeline = spans("push", (0, 9)) + spans("pull", (0, 10))
+    in_turn = paced(spans("push", (0, 10)) + spans("pull", (10, 20)))
+    pipeline = paced(spans("push", (0, 9)) + spans("pull", (0, 10)))
     assert fig09.compare(in_turn, pipeline, MIB).deviations == []
     assert fig09.compare(in_turn, in_turn, MIB).deviations == ["shards: both directions busy lower"]
     assert fig09.compare(pipeline, pipeline, MIB).deviations == ["whole tensors: both directions busy higher"]
@@ -63,7 +68,18 @@ def test_the_overlap_is_the_time_in_which_both_directions_are_busy():
 def test_directions_in_turn_do_not_overlap_by_less_than_nothing(middle):
     in_turn = spans("push", (0, middle), (3.7, 4.1)) + spans("pull", (middle, 3.7), (4.1, 9.3))
     assert fig09.overlap(in_turn) >= 0
-    assert fig09._percent_busy(in_turn).value == pytest.approx(0, abs=1e-9)
+    assert fig09._percent_busy(paced(in_turn)).value == pytest.approx(0, abs=1e-9)
+
+
+def test_the_spread_of_an_overlap_grows_with_the_pacing_error():
+    half = spans("push", (0, 10)) + spans("pull", (5, 10))
+    assert [fig09._percent_busy(paced(half, error)).high for error in (0.0, 0.005, 0.02)] == [52, 52, 54]
+
+
+def test_an_event_is_seen_late_by_half_a_gap_and_most_often_in_long_ones():
+    assert fig09.mean_delay([0.0, 1.0, 2.0, 3.0]) == pytest.approx(0.5)
+    assert fig09.mean_delay([0.0, 1.0, 10.0]) == pytest.approx((1 + 81) / 20)
+    assert fig09.mean_delay([5.0]) == 0
 
 
 def test_whole_tensors_are_on_the_link_one_at_a_time():
