@@ -121,7 +121,7 @@ EXPERIMENT = Experiment(
     figure="Fig 8",
     machines=("aws-g4dn", "aws-p3", "sdsc-p100", "host"),
     assumption="the paper's bandwidths, which the files contain: the rows check the emulation",
-    minutes=2,
+    minutes=3,
     run=run,
 )
 

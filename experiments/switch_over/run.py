@@ -322,7 +322,7 @@ EXPERIMENT = Experiment(
     figure="S*",
     machines=("aws-p3", "sdsc-p100"),
     assumption="latencies of the machine files",
-    minutes=0.8,
+    minutes=1.1,
     run=run,
 )
 

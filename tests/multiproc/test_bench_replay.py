@@ -13,6 +13,7 @@ from coarse.bench.harness.commands import BenchError, WorkerJob
 from coarse.bench.replay import driver
 from coarse.bench.replay.driver import SCHEMES, ReplayPlan, run_replay
 from coarse.bench.replay.trace import ComputeTrace, GradientEvent
+from coarse.cli.bench import _schemes_over
 from coarse.cli.main import main
 
 MIB = 1 << 20
@@ -109,6 +110,25 @@ def test_computation_passes_and_hides_synchronisation():
 def test_a_plan_that_cannot_be_is_refused(change, reason):
     with pytest.raises(ValueError, match=reason):
         replay(**change)
+
+
+def test_the_schemes_that_are_replayed_by_default_work_over_nodes():
+    machine = {"trace": TRACE, "machine": "aws-p3", "num_workers": 4, "num_nodes": 2}
+    driver.check_replay(ReplayPlan(schemes=_schemes_over(2), **machine))
+    left_out = set(_schemes_over(1)) - set(_schemes_over(2))
+    assert left_out == {"ring"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--machine", "aws-p3", "--schemes", "ring"], "scheme ring: the algorithm 'ring' works only within"),
+        (["--machine", "pcie4"], "scheme coarse: the file of machine pcie4 describes no network"),
+    ],
+)
+def test_what_does_not_work_over_nodes_is_a_usage_error(capsys, arguments, complaint):
+    assert main(["bench", "replay", "--nodes", "2", *arguments]) == 2
+    assert complaint in capsys.readouterr().err
 
 
 def test_command_line_says_emulated(tmp_path, capfd):
