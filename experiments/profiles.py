@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any, TypeVar
 
+from coarse.bench.harness.commands import BenchError
 from coarse.bench.harness.rendezvous import SessionCommands
 from coarse.bench.harness.worker_pool import WorkerPool
 from coarse.bench.pace import Paced, Pacing, keep_pace, lateness_us
@@ -79,11 +80,11 @@ class Sessions:
         return tuple(each.value for each in self.measured)
 
 
-@cache
 def get_sessions(machine: str, *, is_quick: bool = False) -> Sessions:
     """The profiles that real sessions measure: one of the host, or several of another machine's emulated links.
 
-    Other machines use the partition table of the same name. A process measures each machine once.
+    Other machines use the partition table of the same name. A process measures each machine once, also if that fails:
+    each experiment would be refused only after minutes.
 
     Args:
         machine: HOST, or the name of a machine profile.
@@ -94,6 +95,21 @@ def get_sessions(machine: str, *, is_quick: bool = False) -> Sessions:
         BusyMachineError: If other work takes this host's processors in each attempt, unless it is a quick run.
         ValueError: If the machine or its table does not exist.
     """
+    found = _try_sessions(machine, is_quick)
+    if isinstance(found, BenchError):
+        raise found
+    return found
+
+
+@cache
+def _try_sessions(machine: str, is_quick: bool) -> Sessions | BenchError:
+    try:
+        return _measure_sessions(machine, is_quick=is_quick)
+    except BenchError as error:
+        return error
+
+
+def _measure_sessions(machine: str, *, is_quick: bool) -> Sessions:
     if machine == HOST:
         profile = _measure_host(is_quick=is_quick)
         return Sessions(measured=(Paced(value=profile, pacing=_OF_REAL_LINKS),))
