@@ -1,6 +1,7 @@
 """Steps of the simulator beside steps of the real runtime: emulated, measured here, and over a cable.
 
-    python benchmarks/simulator_validation.py [--parts emulated,measured,namespaces] [--quick] [--json FILE]
+    python benchmarks/simulator_validation.py [--parts emulated,measured,namespaces] [--workers N,N] [--quick]
+        [--json FILE]
 
 *emulated*: `coarse bench replay` on the links of other machines, 2 to 16 workers. *measured*: all-reduces and the
 gradients of a model in this machine's host memory, 2 to 4 workers. *namespaces*: two nodes, network namespaces of
@@ -41,6 +42,7 @@ from coarse.machine.catalogue import load_machine
 from coarse.machine.partition_table import PartitionTable
 from coarse.machine.wiring import link_table
 from coarse.simulator.events.engine import simulate
+from coarse.simulator.events.first_come import FIRST_COME
 from coarse.simulator.job import Job
 from coarse.simulator.machines.network import LinkNetwork
 from coarse.simulator.schemes.offload import offload_step
@@ -126,8 +128,11 @@ EMULATED_STEPS = (
 QUICK_STEPS = (replace(EMULATED_STEPS[0], model="bert-small", schemes=("offload",)),)
 
 
-def emulated_rows(is_quick: bool) -> Iterator[Row]:
+def emulated_rows(workers: Sequence[int] | None, is_quick: bool) -> Iterator[Row]:
+    """The simulator's links serve first come, first served, as the emulator's; `workers` None takes every case."""
     for case in QUICK_STEPS if is_quick else EMULATED_STEPS:
+        if workers is not None and case.num_workers not in workers:
+            continue
         gpu = load_machine(case.machine).topology.gpu
         trace = place_trace(load_trace(case.model), gpu=gpu, tflops=case.tflops)
         plan = ReplayPlan(
@@ -138,7 +143,7 @@ def emulated_rows(is_quick: bool) -> Iterator[Row]:
             time_dilation=case.time_dilation,
             steps=2 if is_quick else 4,
         )
-        setup = Setup(machine=case.machine, trace=trace, num_workers=case.num_workers)
+        setup = Setup(machine=case.machine, trace=trace, num_workers=case.num_workers, service=FIRST_COME)
         for result in run_replay(plan, _progress):
             yield Row(
                 part="emulated",
@@ -411,7 +416,7 @@ def _machine_file(text: str) -> Iterator[str]:
 def main() -> int:
     arguments = _parse()
     parts: dict[str, Callable[[], Iterator[Row]]] = {
-        "emulated": lambda: emulated_rows(arguments.quick),
+        "emulated": lambda: emulated_rows(arguments.workers, arguments.quick),
         "measured": lambda: measured_rows((2,) if arguments.quick else (2, 3, 4), arguments.quick),
         "namespaces": lambda: namespace_rows(arguments.quick),
     }
@@ -446,6 +451,12 @@ def _parse() -> argparse.Namespace:
         type=lambda text: text.split(","),
         default=["emulated", "measured", "namespaces"],
         help="default: all three",
+    )
+    parser.add_argument(
+        "--workers",
+        type=lambda text: [int(each) for each in text.split(",")],
+        metavar="N[,N]",
+        help="of emulated steps; default: 2 to 16",
     )
     parser.add_argument("--quick", action="store_true", help="few repeats: checks that the command works")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append the records to FILE")

@@ -124,6 +124,13 @@ def _add_step(parser: argparse._ArgumentGroup) -> None:
         metavar="US",
         help="the host's time for each message; default: 0",
     )
+    parser.add_argument(
+        "--service",
+        default="fair",
+        metavar="S",
+        help="how links serve transfers: fair, all at once, or first-come, one after the other as the emulator's; "
+        "default: %(default)s",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -206,6 +213,7 @@ def _setup(arguments: argparse.Namespace) -> Setup:
         sync_cores=SyncCores(num_cores=cores, gbytes_per_s=DEFAULT_RATES) if cores else None,
         host_overhead_us=arguments.host_overhead_us,
         disturbances=disturbances.disturbances(arguments),
+        service=arguments.service,
     )
 
 

@@ -9,6 +9,7 @@ from coarse.machine.catalogue import load_machine
 from coarse.machine.cci import LoadStore, dense_links
 from coarse.machine.partition_table import PartitionTable
 from coarse.machine.wiring import link_table
+from coarse.simulator.events.first_come import FAIR, SERVICES
 from coarse.simulator.faults.disturbances import UNDISTURBED, Disturbances
 from coarse.simulator.job import Job, SyncCores
 from coarse.simulator.machines.dense import DenseMachine
@@ -29,11 +30,12 @@ class Setup:
         num_workers: Number of workers.
         workers_per_device: Workers of each memory device.
         oversubscription, workers_per_switch: Of generated machines.
-        is_folded: Whether equal endpoints of a generated machine are folded, if none is disturbed.
+        is_folded: Whether equal endpoints of a generated machine are folded, if none is disturbed and links are fair.
         sync_cores, host_overhead_us, disturbances: As in Job.
+        service: FAIR or FIRST_COME, how links serve transfers.
 
     Raises:
-        ValueError: If memory devices cannot have equal numbers of workers.
+        ValueError: If memory devices cannot have equal numbers of workers, or the service is unknown.
     """
 
     machine: str
@@ -46,8 +48,11 @@ class Setup:
     sync_cores: SyncCores | None = None
     host_overhead_us: float = 0.0
     disturbances: Disturbances = UNDISTURBED
+    service: str = FAIR
 
     def __post_init__(self) -> None:
+        if self.service not in SERVICES:
+            raise ValueError(f"no service {self.service!r}; known: {', '.join(SERVICES)}")
         if min(self.num_workers, self.workers_per_device) < 1 or self.num_workers % self.workers_per_device:
             raise ValueError(
                 f"{self.num_workers} workers cannot be divided among memory devices of {self.workers_per_device}"
@@ -80,7 +85,7 @@ class Setup:
             workers_per_switch=self.workers_per_switch,
             oversubscription=self.oversubscription,
             has_one_device=dense is not None,
-            is_folded=self.is_folded and not self.disturbances,
+            is_folded=self.is_folded and not self.disturbances and self.service == FAIR,
         )
         return machine if dense is None else DenseMachine(base=machine, access=dense)
 

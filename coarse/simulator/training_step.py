@@ -9,6 +9,7 @@ from typing import Any
 from coarse.machine.catalogue import load_machine
 from coarse.machine.description import Power
 from coarse.simulator.events.engine import Outcome, Progress, simulate
+from coarse.simulator.events.first_come import FIRST_COME, simulate_first_come
 from coarse.simulator.schemes.catalogue import SCHEMES
 from coarse.simulator.schemes.step import MemoryUse, Step
 from coarse.simulator.setup import Setup
@@ -120,7 +121,10 @@ def simulate_step(
     step = SCHEMES[scheme].build(setup)
     network = step.network
     capacities = setup.disturbances.slowed({**network.capacities, **step.extra_capacities})
-    outcome = simulate(step.tasks, capacities, channels=step.channels, progress=progress)
+    if setup.service == FIRST_COME:
+        outcome = simulate_first_come(step.tasks, capacities, progress=progress)
+    else:
+        outcome = simulate(step.tasks, capacities, channels=step.channels, progress=progress)
     compute_s = setup.trace.forward_s + setup.trace.backward_s
     step_s = max(compute_s * setup.disturbances.slowest(network.num_workers), outcome.end_s)
     sizes = network.orbit_sizes

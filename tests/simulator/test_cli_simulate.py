@@ -51,6 +51,25 @@ def test_questions_outside_of_the_validated_range_are_named_first(capsys):
     ]
 
 
+def test_links_that_serve_first_come_are_asked_for_by_an_option(capsys):
+    question = (
+        "--machine",
+        "sdsc-p100",
+        "--workers",
+        "2",
+        "--model",
+        "bert-base",
+        "--scheme",
+        "offload",
+        "--json",
+    )
+    steps_s = []
+    for service in ("fair", "first-come"):
+        assert simulate(*question, "--service", service) == 0
+        steps_s += [record["step_s"] for record in json.loads(capsys.readouterr().out)]
+    assert steps_s == [pytest.approx(0.1100, abs=1e-4), pytest.approx(0.1133, abs=1e-4)]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -61,6 +80,7 @@ def test_questions_outside_of_the_validated_range_are_named_first(capsys):
         (["--machine", "aws-p4"], "no machine is named 'aws-p4'"),
         (["--machine", "cxl3-x8", "--workers", "200"], "machine files have at most 256 endpoints"),
         (["--host-overhead-us", "-1"], "overhead and states start at 0"),
+        (["--service", "fifo"], "no service 'fifo'; known: fair, first-come"),
         (["--straggler", "4=2"], "there is no worker 4 among 4"),
         (["--slow-link", "pcie=2"], "there is no link 'pcie'"),
         (["--slow-link", "x=0"], "x cannot be 0 times slower"),

@@ -77,12 +77,8 @@ class _Run:
     ) -> None:
         self._tasks = sorted(tasks, key=lambda task: (task.order, task.name))
         numbers = {task.name: number for number, task in enumerate(self._tasks)}
-        _check(self._tasks, numbers, capacities)
-        self._followers: list[list[int]] = [[] for _ in self._tasks]
-        self._num_awaited = [len(set(task.after)) for task in self._tasks]
-        for number, task in enumerate(self._tasks):
-            for name in set(task.after):
-                self._followers[numbers[name]].append(number)
+        check_tasks(self._tasks, numbers, capacities)
+        self._followers, self._num_awaited = followers(self._tasks, numbers)
         self._capacities = dict(sorted(capacities.items()))
         self._flows = _Flows(self._tasks, self._capacities)
         self._now_s = 0.0
@@ -108,7 +104,7 @@ class _Run:
                 task.name: TaskTimes(*moments)
                 for task, moments in zip(self._tasks, self._moments, strict=True)
             },
-            bucket_bytes=self._bucket_bytes(),
+            bucket_bytes=bytes_of_buckets(self._tasks, self._capacities),
         )
 
     def _step(self, observe: Observe | None) -> None:
@@ -181,13 +177,6 @@ class _Run:
             self._num_awaited[follower] -= 1
             if not self._num_awaited[follower]:
                 self._at(max(self._now_s, self._tasks[follower].ready_s), _READY, follower)
-
-    def _bucket_bytes(self) -> dict[str, float]:
-        crossed: dict[str, list[float]] = {name: [] for name in self._capacities}
-        for task in self._tasks:
-            for bucket, weight in task.usage:
-                crossed[bucket].append(weight * task.nbytes)
-        return {bucket: math.fsum(parts) for bucket, parts in crossed.items()}
 
 
 # Stages in the order in which they happen at one moment: those that end tasks first.
@@ -317,7 +306,26 @@ def serve(served: NDArray[np.float64], rates: NDArray[np.float64], seconds: floa
     served += rates * seconds
 
 
-def _check(tasks: list[Task], numbers: Mapping[str, int], capacities: Mapping[str, float]) -> None:
+def followers(tasks: list[Task], numbers: Mapping[str, int]) -> tuple[list[list[int]], list[int]]:
+    """The numbers of the tasks that wait for each task, and of how many each of them waits for."""
+    following: list[list[int]] = [[] for _ in tasks]
+    for number, task in enumerate(tasks):
+        for name in set(task.after):
+            following[numbers[name]].append(number)
+    return following, [len(set(task.after)) for task in tasks]
+
+
+def bytes_of_buckets(tasks: list[Task], buckets: Iterable[str]) -> dict[str, float]:
+    """Bytes that cross each bucket."""
+    crossed: dict[str, list[float]] = {name: [] for name in buckets}
+    for task in tasks:
+        for bucket, weight in task.usage:
+            crossed[bucket].append(weight * task.nbytes)
+    return {bucket: math.fsum(parts) for bucket, parts in crossed.items()}
+
+
+def check_tasks(tasks: list[Task], numbers: Mapping[str, int], capacities: Mapping[str, float]) -> None:
+    """Raises ValueError for names, buckets and capacities that do not fit together."""
     if len(numbers) < len(tasks):
         names = [task.name for task in tasks]
         twice = next(name for name in names if names.count(name) > 1)
