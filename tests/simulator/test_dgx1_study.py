@@ -13,6 +13,7 @@ from coarse.simulator.studies.dgx1 import dgx1_study, figures, pre_volta, traini
 from coarse.simulator.studies.dgx1.claims import claims
 from coarse.simulator.studies.dgx1.machines import GpuMachine, dgx1_pascal, dgx1_volta, pair
 from coarse.simulator.studies.dgx1.networks import (
+    CIFAR_RESNET,
     Layer,
     Network,
     alexnet,
@@ -22,7 +23,15 @@ from coarse.simulator.studies.dgx1.networks import (
     resnet_50,
     resnet_110,
 )
-from coarse.simulator.studies.dgx1.parameters import DATA_SETS, MACHINES, machine
+from coarse.simulator.studies.dgx1.parameters import (
+    DATA_SETS,
+    MACHINES,
+    early_network,
+    machine,
+    pair_of_table_2_5,
+    short_steps,
+    weaker_gpu_factor,
+)
 from coarse.simulator.studies.dgx1.reasons import explained
 from coarse.simulator.studies.dgx1.training import Training, nccl_tasks, tree_pairs, tree_step, tree_tasks
 from coarse.simulator.studies.dgx1.two_gpus import DIRECT, MEMCPY, PROTOTYPE, SHARED, shared_step
@@ -256,14 +265,37 @@ def test_fits_give_what_they_were_fitted_to(comparisons):
     for each in fitted:
         if any(word in each.what for word in words):
             assert each.simulated == pytest.approx(each.document, rel=1e-3), each.what
-    assert len(fitted) == 16
+    assert len(fitted) == 18
 
 
 def test_most_predictions_agree_and_every_other_figure_has_a_reason(comparisons):
     predicted = [each for each in comparisons if each.basis is Basis.PREDICTED]
-    assert sum(each.agrees for each in predicted) / len(predicted) > 0.77
+    assert sum(each.agrees for each in predicted) / len(predicted) > 0.8
     assert not [each.what for each in comparisons if not each.agrees and not each.reason]
     assert all(claim.holds or claim.reason for claim in claims())
+
+
+def test_the_pair_that_lenet_chose_predicts_the_other_networks_and_a_linked_pair_does_not():
+    def residuals(on):
+        found = {
+            name: pre_volta.two_gpus_s(on, early_network(name), one, short_steps()) / two - 1
+            for name, rows in figures.TWO_GPUS.items()
+            for one, two in [rows[figures.PASCAL]]
+        }
+        one, two = figures.CIFAR_RESNET[figures.PASCAL]
+        return found | {"Cifar": pre_volta.two_gpus_s(on, CIFAR_RESNET, one, pre_volta.CIFAR_STEPS) / two - 1}
+
+    apart, linked = residuals(pair_of_table_2_5(figures.PASCAL)), residuals(machine(figures.PASCAL))
+    assert max(map(abs, apart.values())) < 0.09
+    assert max(linked["LeNet"], linked["AlexNet"]) < -0.3
+
+
+def test_two_kepler_gpus_wait_for_the_k20c(comparisons):
+    """Cores and clock give LeNet's factor, the clock the MLP's; without either, one is 17% off, the other 5%."""
+    assert weaker_gpu_factor("MNIST", "LeNet", figures.KEPLER) == pytest.approx(2 * 1468 / 2411, rel=1e-3)
+    found = {each.what: each.residual for each in comparisons}
+    assert abs(found["MNIST MLP, Kepler, 2 GPUs, computation"]) < 0.005
+    assert abs(found["MNIST LeNet, Kepler, 2 GPUs, run"]) < 0.05
 
 
 def test_figures_are_the_same_each_time():

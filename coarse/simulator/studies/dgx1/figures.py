@@ -100,6 +100,9 @@ MEMORY = {
 }
 
 DRAM_GBYTES_PER_S = {KEPLER: 208.0, TITAN: 363.0, PASCAL: 732.0}  # Table 2.2; K20c of the Kepler pair
+# Table 2.2: cores and MHz of the Kepler pair.
+K40C = (2880, 745)
+K20C = (2496, 706)
 P100_TFLOPS = 2 * 3584 * 1328e6 / 1e12  # Table 2.2: cores and clock
 V100_TFLOPS = 17.7  # 2.2.1
 

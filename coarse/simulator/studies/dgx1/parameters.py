@@ -59,6 +59,29 @@ def volta() -> GpuMachine:
     return dgx1_volta(machine(PASCAL))
 
 
+def pair_of_table_2_5(name: str) -> GpuMachine:
+    """The two GPUs of Table 2.5: with P100 a pair without a direct link, as some are in a cube mesh.
+
+    The table does not say which two it took. LeNet's figure decides: 10.3 s by way of the host, 6.5 s over a link.
+    """
+    if name != PASCAL:
+        return machine(name)
+    return replace(machine(name), links={}, switches=((0,), (1,)))
+
+
+def weaker_gpu_factor(data: str, network: str, name: str) -> float:
+    """Computation of two GPUs over that of one in Table 2.4, for each of the two.
+
+    Two Kepler GPUs wait for the weaker K20c (2.1.3). With MNIST, one GPU is the K40c: LeNet's figure decides. LeNet
+    takes as much longer as cores and clock are fewer; the MLP, whose kernels do not fill a GPU (2.1.3), as the clock
+    is slower.
+    """
+    if (data, name) != ("MNIST", KEPLER):
+        return 1.0
+    (cores, mhz), (fewer_cores, fewer_mhz) = figures.K40C, figures.K20C
+    return mhz / fewer_mhz * (1.0 if network == "MLP" else cores / fewer_cores)
+
+
 def _links(name: str) -> GpuMachine:
     copy_s, gbytes_per_s = _line(name, between_gpus=True)
     host_copy_s, host_gbytes_per_s = _line(name, between_gpus=False)

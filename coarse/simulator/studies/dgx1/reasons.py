@@ -8,15 +8,9 @@ from dataclasses import replace
 from coarse.simulator.studies.study import Comparison
 
 _REASONS: dict[tuple[str, ...], str] = {
-    ("MNIST LeNet, Kepler, 2 GPUs, computation",): (
-        "the work of both GPUs is 22 % more than that of one, although K40c is the faster of them"
-    ),
     ("Titan, 2 GPUs, computation",): (
         "the work of both GPUs is 31 % (LeNet) and 45 % (MLP) more than that of one, on Titan with Cifar10 alone"
     ),
-    (
-        "MNIST LeNet, Kepler, 2 GPUs, run",
-    ): "follows from the computation, and the tree's copies overlap with it",
     ("Cifar10 LeNet, Kepler, 2 GPUs, run",): (
         "run time without copies and computation grows from 1083 to 1604 ms with the second GPU; here it stays"
     ),
@@ -35,10 +29,6 @@ _REASONS: dict[tuple[str, ...], str] = {
     ),
     ("ImageNet LeNet", "Kepler"): (
         "17.6 s if the copies of gradients did not overlap with the backward pass"
-    ),
-    ("ImageNet LeNet", "P100"): "65 ms a step beyond computation, where 283 MB there and back take 31",
-    ("ImageNet AlexNet, batch 16, P100",): (
-        "47 ms a step beyond computation, but 14 and 13 with batches of 32 and 64 on the same machine in Table 2.6"
     ),
     ("ImageNet AlexNet, batch 64, 8 GPUs",): (
         "weights do not depend on the batch, but the document's time beyond computation grows from 177 to 298 ms a "

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from coarse.simulator.studies.dgx1.figures import PASCAL
-from coarse.simulator.studies.dgx1.parameters import MACHINES, machine, short_steps, volta
+from coarse.simulator.studies.dgx1.figures import KEPLER, PASCAL
+from coarse.simulator.studies.dgx1.parameters import (
+    MACHINES,
+    machine,
+    pair_of_table_2_5,
+    short_steps,
+    volta,
+    weaker_gpu_factor,
+)
 from coarse.simulator.studies.dgx1.training import tree_step
 from coarse.simulator.studies.dgx1.two_gpus import ALGORITHMS, shared_step
 from coarse.simulator.studies.dgx1.volta import slow_down, volta_training
@@ -37,6 +44,18 @@ def parameter_table() -> StateTable:
             "Table 2.5: steps of an epoch",
             f"{short_steps():.1f}",
             "GoogLeNet and ResNet, 1 P100, Tables 2.5 and 2.6",
+        ),
+        (
+            "Table 2.5: the two P100",
+            "without a direct link" if not pair_of_table_2_5(PASCAL).links else "with a direct link",
+            "LeNet, 2 P100, Table 2.5",
+        ),
+        (
+            "Table 2.4, MNIST: two Kepler GPUs compute",
+            " and ".join(
+                f"{weaker_gpu_factor('MNIST', name, KEPLER):.3f} times ({name})" for name in ("MLP", "LeNet")
+            ),
+            "LeNet, 2 Kepler GPUs, Table 2.4: the ratio of cores and clock, or of clocks",
         ),
         (
             "Volta: LeNet's computation",
