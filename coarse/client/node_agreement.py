@@ -6,7 +6,7 @@ import functools
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TypeVar
 
 from coarse.errors import CoarseError, RendezvousError, SyncTimeoutError, WorkerLostError, told_error
@@ -56,6 +56,7 @@ class NodeAgreement:
         self._timeout_s = timeout_s
         self._warn_after_s = warn_after_s
         self._may_lose_workers = may_lose_workers
+        self._lost: set[int] = set()
 
     @property
     def num_nodes(self) -> int:
@@ -85,14 +86,19 @@ class NodeAgreement:
         if self._nodes.num_nodes == 1:
             return
         self._publish(group, schema.to_message(group))
-        first = self._schema(group, 0, schema, departed)
-        for node in range(1, self._nodes.num_nodes):
-            check_agreement(
-                self._nodes.ranks[0][0],
-                first,
-                self._nodes.ranks[node][0],
-                self._schema(group, node, schema, departed),
-            )
+        first: tuple[int, GroupSchema] | None = None
+        for node in range(self._nodes.num_nodes):
+            if (registered := self._schema(group, node, schema, departed)) is None:
+                continue
+            each = self._nodes.ranks[node][0], registered
+            if first is None:
+                first = each
+            else:
+                check_agreement(*first, *each)
+
+    def note_lost(self, nodes: Collection[int]) -> None:
+        """Notes nodes that are lost and register nothing any more."""
+        self._lost.update(nodes)
 
     def refuse(self, group: int, error: CoarseError) -> None:
         """Informs other nodes that this node does not register `group`."""
@@ -107,22 +113,26 @@ class NodeAgreement:
 
     def _schema(
         self, group: int, node: int, own: GroupSchema, departed: Callable[[], set[int]]
-    ) -> GroupSchema:
+    ) -> GroupSchema | None:
+        """What a node has registered; None if the node is lost."""
         if node == self._node:
             return own
-        message = json.loads(self._wait(group, node, own.name, departed))
+        value = self._wait(group, node, own.name, departed)
+        if value is None:
+            return None
+        message = json.loads(value)
         if "error" in message:
             raise told_error(message["error"], f"{self._nodes.describe(node)} refused: {message['text']}")
         return GroupSchema.from_message(message)
 
-    def _wait(self, group: int, node: int, name: str, departed: Callable[[], set[int]]) -> bytes:
+    def _wait(self, group: int, node: int, name: str, departed: Callable[[], set[int]]) -> bytes | None:
         deadline = time.monotonic() + self._timeout_s
         leader = self._nodes.ranks[node][0]
         has_left = False
         assert self._store is not None
         store, key = self._store, f"group/{group}/{node}"
         notice = LateNotice(self._warn_after_s, lambda waited_s: self._tell_late(waited_s, node, name))
-        while True:
+        while node not in self._lost:
             notice.look()
             patience_s = 0.0 if has_left else _LOOK_INTERVAL_S
             try:
@@ -141,6 +151,7 @@ class NodeAgreement:
                     f"it within {self._timeout_s:.1f} s. A worker that has not reached this point blocks all "
                     "others."
                 )
+        return None
 
     def _ask(self, ask: Callable[[], _T]) -> _T:
         """Asks the store, which worker 0 serves, and which may be lost with it."""

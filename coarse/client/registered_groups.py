@@ -257,6 +257,7 @@ class RegisteredGroups:
         check_peers(self._connections)
         self._connections[0].send({"type": "departures"})
         answer = self._requests.wait_for(self._connections[0], "departures", "departures")
+        self._agreement.note_lost(answer.message["lost_nodes"])
         return set(answer.message["ranks"])
 
 

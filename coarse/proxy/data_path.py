@@ -279,6 +279,7 @@ class DataPath:
             node_patience_ms=self._job.node_patience_ms,
             resumes_links=self._job.reconnection is not None,
             node_compression=self._job.compression_number,
+            may_lose_nodes=self._job.may_lose_nodes,
             metrics=self.metrics.native,
             epochs_fd=self._shared[EPOCHS].fd if self._job.replaces_workers else -1,
         )

@@ -27,6 +27,8 @@ from coarse.proxy.mailbox import Mailbox
 from coarse.proxy.membership import DRAINED, Membership
 from coarse.proxy.memory import DeviceMemories
 from coarse.proxy.memory.values import value_memory
+from coarse.proxy.nodes.lost_nodes import MESSAGES as ABOUT_LOST_NODES
+from coarse.proxy.nodes.lost_nodes import LostNodes
 from coarse.proxy.nodes.other_nodes import OtherNodes, Reconnect
 from coarse.proxy.nodes.peers import ENDED, STOPPED, Peers
 from coarse.proxy.recovery.persistent_groups import DeviceContents
@@ -44,6 +46,7 @@ from coarse.wire.failure_messages import (
     device_failed,
     device_silent,
     device_unready,
+    node_of_worker_lost,
     node_without_workers,
     too_few_workers,
     training_over,
@@ -124,7 +127,18 @@ class MemoryDevice:
         self._has_shared = False
         self._endpoint: MetricsEndpoint | None = None
         self._has_told_of_nccl = False
-        self._other_nodes = OtherNodes(job, self._peers.tell, self._abort, reconnect, self._lose_elsewhere)
+        self._lost_nodes = LostNodes(
+            job,
+            self._peers.tell,
+            self._peers.tell_one,
+            self._abort,
+            can_go_on=lambda: self._can_go_on,
+            lose_workers=self._lose_node,
+            proxy=self._started_proxy,
+        )
+        self._other_nodes = OtherNodes(
+            job, self._peers.tell, self._abort, reconnect, self._lose_elsewhere, self._lost_nodes
+        )
         self.lost: set[int] = set()
         """Other devices that have ended; set by run()."""
         self.replaced: dict[int, int] = {}
@@ -421,6 +435,8 @@ class MemoryDevice:
             self._note_drained(client, int_field(message, "pid"), device)
         elif received.kind == "abort":
             self._abort(Failure.from_message(message))
+        elif received.kind in ABOUT_LOST_NODES:
+            self._lost_nodes.hear_peer(device, message)
         elif received.kind == "node_ended":
             self._other_nodes.node_ended(int_field(message, "node"), device, self._data_path.proxy)
 
@@ -573,6 +589,19 @@ class MemoryDevice:
         else:
             self._tell_who_goes_on(loss)
 
+    def _lose_node(self, node: int, reason: str) -> Failure | None:
+        """Notes the loss of all workers of another node; returns why those that are left cannot go on."""
+        lost_at = time.strftime("%H:%M:%S")
+        known = {loss.rank for loss in self._membership.losses}
+        for rank in self._job.nodes[node]:
+            if rank not in known:
+                self._membership.lose_elsewhere(node_of_worker_lost(node, rank, reason, lost_at))
+        return self._shortage()
+
+    def _started_proxy(self) -> _native.Proxy:
+        assert self._data_path.proxy is not None
+        return self._data_path.proxy
+
     def _tell_who_goes_on(self, loss: WorkerLoss) -> None:
         if self._job.is_home and not loss.is_departure:
             logger.warning("[md%s] %s. The other %s go on", self._job.device, loss, self._membership.num_left)
@@ -696,7 +725,8 @@ class MemoryDevice:
             self._snapshots.warm(snapshots)
 
     def _tell_departures(self, worker: WorkerConnection, _: Message) -> None:
-        worker.send({"type": "departures", "ranks": sorted(self._other_nodes.departed_ranks)})
+        ranks, lost = self._other_nodes.departed_ranks, self._lost_nodes.nodes
+        worker.send({"type": "departures", "ranks": sorted(ranks), "lost_nodes": sorted(lost)})
 
     def _tell_late_workers(self, worker: WorkerConnection, message: Message) -> None:
         group = int_field(message, "group")
@@ -774,7 +804,9 @@ class MemoryDevice:
         self._contents.failures[_FAILURE_KINDS.get(loss.error, "other")] += 1
         self._gauge()
         self._peers.tell(loss.to_message("abort"))
-        if self._data_path.proxy is not None:
+        if loss.is_of_node and self._job.may_lose_nodes and self._data_path.is_started:
+            self._lost_nodes.announce_end(loss)
+        elif self._data_path.proxy is not None:
             self._data_path.proxy.abort_nodes(loss.to_node())
         running = self._data_path.running_proxy
         is_device_silent = loss.silent_device >= 0

@@ -450,6 +450,7 @@ class Registrar:
                 self._job.num_nodes,
                 is_staged=not self._memory_of(schema).is_mappable,
                 compression=self._job.compression_number,
+                is_whole=self._job.may_lose_nodes,
             )
             allocated[NODE] = self._sent_from.allocate(f"{NODE} of {schema.name}", node_bytes)
         control_bytes = _native.group_control_bytes(
@@ -535,10 +536,13 @@ class Registrar:
     def _sent_bytes(self, schema: GroupSchema, tensor_bytes: int) -> int:
         """Size of a group's buffers on this node for data from and to other nodes.
 
-        Space for each node's contribution to the shards that this node owns; if slots lie on a GPU, space for every
-        other shard too, and for the compressed ones that it owns; with int8, space for rounding errors.
+        Space for each node's contribution to the shards that this node owns, or to all if nodes may be lost; if slots
+        lie on a GPU, space for every other shard too, and for the compressed ones that it owns; with int8, space for
+        rounding errors.
         """
         num_nodes = self._job.num_nodes
+        if self._job.may_lose_nodes:
+            return tensor_bytes * (num_nodes - 1)
         elsewhere = tensor_bytes * (num_nodes - 1) // num_nodes
         compresses = num_nodes > 1 and self._job.node_compression != "none"
         compressed = schema.compressible_bytes if compresses else 0

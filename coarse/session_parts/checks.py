@@ -119,10 +119,11 @@ def check_losses(settings: Settings, *, num_workers: int, num_nodes: int, is_of_
             f"workers can join a job of one node only, but this one has {num_nodes} nodes; unset "
             "COARSE_MAX_WORKERS, and set COARSE_ON_LOSS=continue to go on without lost workers"
         )
-    if num_nodes == num_workers > 1:
+    if num_nodes == num_workers > 1 and settings.node_compression != "none":
         raise RendezvousError(
-            f"each of the {num_nodes} nodes has one worker, and memory devices end with the last worker of their "
-            "node, so a job cannot go on without any; start two or more on a node, or unset COARSE_MIN_WORKERS"
+            f"each of the {num_nodes} nodes has one worker, with which its memory devices end, and nodes that "
+            "compress gradients cannot go on without another one; unset COARSE_NODE_COMPRESSION or "
+            "COARSE_MIN_WORKERS, or start two or more workers on a node"
         )
     if is_of_torchrun:
         raise RendezvousError(

@@ -160,6 +160,13 @@ class DeviceJob:
         return sum(map(len, self.nodes))
 
     @property
+    def may_lose_nodes(self) -> bool:
+        """Whether the other nodes go on without a lost one; the same on all nodes, unless some have GPUs."""
+        is_plain = self.node_compression == "none" and not self.emulation
+        has_gpus = any(memory.startswith("cuda") for memory in self.memories)
+        return self.num_ranks > 0 and is_plain and not has_gpus
+
+    @property
     def num_ranks(self) -> int:
         """The same, if there are several nodes and they go on without lost workers; else 0."""
         return self.num_workers if self.min_workers and self.num_nodes > 1 else 0

@@ -50,6 +50,7 @@ class Failure:
         silent_device: The memory device of this node that no longer works, although its process exists; -1 if that is
             not the reason.
         is_unready: Whether the session cannot begin. Otherwise it has begun, or workers have left before.
+        is_of_node: Whether only this node ends: where nodes may be lost, the others go on without it.
     """
 
     error: str
@@ -57,6 +58,7 @@ class Failure:
     is_final: bool = False
     silent_device: int = -1
     is_unready: bool = False
+    is_of_node: bool = False
 
     def to_message(self, kind: str) -> Message:
         """The control message of this type."""
@@ -67,6 +69,7 @@ class Failure:
             "is_final": self.is_final,
             "silent_device": self.silent_device,
             "is_unready": self.is_unready,
+            "is_of_node": self.is_of_node,
         }
 
     @classmethod
@@ -78,11 +81,16 @@ class Failure:
             is_final=message["is_final"] is True,
             silent_device=int_field(message, "silent_device", low=-1),
             is_unready=message["is_unready"] is True,
+            is_of_node=message["is_of_node"] is True,
         )
 
     def to_node(self) -> str:
         """The text form for other nodes."""
         return json.dumps({"error": self.error, "text": self.text[:_MOST_CHARACTERS_BETWEEN_NODES]})
+
+    def to_reason(self) -> str:
+        """Why this node ends, for other nodes: without advice."""
+        return self.text.partition(". ")[0][:_MOST_CHARACTERS_BETWEEN_NODES]
 
     @classmethod
     def from_node(cls, text: str) -> Failure:
@@ -97,7 +105,9 @@ class Failure:
 def device_died(job: DeviceJob, device: int) -> Failure:
     """Another memory device of this node has closed its connection."""
     return Failure(
-        error="MemoryDeviceLostError", text=f"{_name(job, device)} died. {after_a_failure(job.replicas)}"
+        error="MemoryDeviceLostError",
+        text=f"{_name(job, device)} died. {after_a_failure(job.replicas)}",
+        is_of_node=True,
     )
 
 
@@ -108,6 +118,7 @@ def device_failed(job: DeviceJob, reason: str) -> Failure:
         text=f"{_name(job, job.device)} (pid {os.getpid()}, {job.memory}) failed: {reason}. "
         f"{after_a_failure(job.replicas)}",
         is_final=True,
+        is_of_node=True,
     )
 
 
@@ -127,6 +138,7 @@ def device_silent(job: DeviceJob, device: int) -> Failure:
         error="MemoryDeviceLostError",
         text=f"{_name(job, device)} {silence(job.heartbeat_s)}. {after_a_failure(job.replicas)}",
         silent_device=device,
+        is_of_node=True,
     )
 
 
@@ -156,6 +168,54 @@ def node_lost(job: DeviceJob, node: int, reason: str) -> Failure:
     )
 
 
+def few_nodes_left(job: DeviceJob, node: int, reason: str, num_left: int, num_before: int) -> Failure:
+    """A node is out of reach, and may live: it could go on as well as this side.
+
+    Args:
+        job: The device's place in the session.
+        node, reason: The node, and how it was lost.
+        num_left, num_before: Nodes that are left, and that there were before.
+    """
+    return Failure(
+        error="MemoryDeviceLostError",
+        text=f"{name_of_node(job, node)} is out of reach: {reason}. It may live, and only more than half of the "
+        f"{num_before} nodes go on without such a node; here {num_left} would be left. {after_a_failure(0)}",
+        is_final=True,
+    )
+
+
+def nodes_lost_together(job: DeviceJob, first: int, second: int, reason: str) -> Failure:
+    """A node is lost while the others agree on the loss of another one.
+
+    Args:
+        job: The device's place in the session.
+        first: The node on whose loss they agree.
+        second, reason: The other one, and how it was lost.
+    """
+    return Failure(
+        error="MemoryDeviceLostError",
+        text=f"{name_of_node(job, second)} is lost ({reason}) before all had agreed on the loss of "
+        f"{name_of_node(job, first)}. {after_a_failure(0)}",
+        is_final=True,
+    )
+
+
+def node_excluded(job: DeviceJob, node: int, reason: str) -> Failure:
+    """The others go on without a node, which is told so if it lives."""
+    return Failure(
+        error="MemoryDeviceLostError",
+        text=f"node {job.node} goes on without {name_of_node(job, node)}: {reason}. {after_a_failure(0)}",
+        is_final=True,
+    )
+
+
+def node_of_worker_lost(node: int, rank: int, reason: str, lost_at: str) -> WorkerLoss:
+    """A worker is lost with its node."""
+    return WorkerLoss(
+        rank=rank, pid=0, fate=f"was lost with node {node} ({reason})", last_step=0, lost_at=lost_at
+    )
+
+
 def worker_died(rank: int, pid: int, last_step: int, evidence: str = "") -> Failure:
     """A worker has ended without leaving the session.
 
@@ -177,7 +237,7 @@ class WorkerLoss:
     """A worker that is lost, as messages name it.
 
     Args:
-        rank, pid: The worker and its process.
+        rank, pid: The worker and its process; pid 0 if it is not known.
         fate: What became of it, in words.
         last_step: The last step to which it contributed.
         lost_at: Time of day.
@@ -190,6 +250,8 @@ class WorkerLoss:
     lost_at: str
 
     def __str__(self) -> str:
+        if not self.pid:
+            return f"worker {self.rank} {self.fate} at {self.lost_at}"
         return (
             f"worker {self.rank} (pid {self.pid}) {self.fate} at {self.lost_at}; its last contribution was step "
             f"{self.last_step}"
@@ -245,8 +307,9 @@ def node_without_workers(job: DeviceJob, losses: Sequence[WorkerLoss]) -> Failur
     """
     return Failure(
         error="WorkerLostError",
-        text=f"{_in_words(losses)}. No worker is left on {name_of_node(job, job.node)}, and the other nodes need "
-        f"its memory devices. {_AFTER_A_LOSS}",
+        text=f"{_in_words(losses)}. No worker is left on {name_of_node(job, job.node)}, whose memory devices end "
+        f"with the last one. {_AFTER_A_LOSS}",
+        is_of_node=True,
     )
 
 

@@ -29,14 +29,21 @@ class NodeTroubles:
         name: Names a node in messages.
         patience_s: Seconds after which a node in trouble is lost.
         reconnect: Makes what replaces connections, when the first one needs it.
+        may_lose_nodes: Whether the other nodes go on without a lost one.
     """
 
     def __init__(
-        self, name: Callable[[int], str], patience_s: float, reconnect: Callable[[], Reconnecting]
+        self,
+        name: Callable[[int], str],
+        patience_s: float,
+        reconnect: Callable[[], Reconnecting],
+        *,
+        may_lose_nodes: bool = False,
     ) -> None:
         self._name = name
         self._patience_s = patience_s
         self._reconnect = reconnect
+        self._outcome = "goes on without it" if may_lose_nodes else "ends"
         self._reconnection: Reconnecting | None = None
         self._troubled: dict[int, set[int]] = {}  # by node
 
@@ -45,8 +52,8 @@ class NodeTroubles:
         troubled = self._troubled.setdefault(node, set())
         if not troubled:
             logger.warning(
-                "%s: %s. The job stands still until it answers, and ends after %g s (COARSE_NODE_TIMEOUT_S)",
-                *(self._name(node), what, self._patience_s),
+                "%s: %s. The job stands still until it answers, and %s after %g s (COARSE_NODE_TIMEOUT_S)",
+                *(self._name(node), what, self._outcome, self._patience_s),
             )
         troubled.add(number)
         if self._reconnection is None:

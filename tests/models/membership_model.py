@@ -1,6 +1,7 @@
 """Runs the models of membership changes through Spin; the tests run what is short, `make model` all.
 
-membership.pml is the whole design, newcomers.pml what is built for newcomers, nodes.pml losses on several nodes.
+membership.pml is the whole design, newcomers.pml what is built for newcomers, nodes.pml losses on several nodes,
+lost_node.pml the loss of a whole node.
 
 Spin translates the model into a C program, which visits every state within the given bounds, or, where Bounds says
 so, as many as its bit array can tell apart.
@@ -17,8 +18,9 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-DESIGN, BUILT, NODES = (
-    Path(__file__).with_name(name) for name in ("membership.pml", "newcomers.pml", "nodes.pml")
+DESIGN, BUILT, NODES, LOST_NODE = (
+    Path(__file__).with_name(name)
+    for name in ("membership.pml", "newcomers.pml", "nodes.pml", "lost_node.pml")
 )
 MISSING = [tool for tool in ("spin", "cc") if shutil.which(tool) is None]
 MEMORY_LIMIT_MIB = 6000
@@ -27,7 +29,8 @@ SEARCH_LIMIT_S = 3600
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """How much may happen in a run of the model. Three ranks, two memory devices; nodes.pml: two nodes of two ranks.
+    """How much may happen in a run of the model. Three ranks, two memory devices; nodes.pml: two nodes of two ranks;
+    lost_node.pml: three nodes of one rank, whose deaths are those of nodes.
 
     Args:
         founders: Bit mask of the ranks that are taken at the start.
@@ -100,6 +103,7 @@ QUICK = [
     Bounds(steps=3, shards=1, founders=0b011, joins=1, model=BUILT, is_lazy=True),
     Bounds(steps=1, founders=0b1111, deaths=1, model=NODES),
     Bounds(steps=2, founders=0b1111, leaves=1, model=NODES),
+    Bounds(steps=1, deaths=1, model=LOST_NODE),
 ]
 """Bounds for every run of the tests."""
 
@@ -114,6 +118,8 @@ FULL = [
     Bounds(steps=2, shards=1, founders=0b011, joins=1, device_deaths=1, model=BUILT),
     Bounds(steps=1, founders=0b1111, deaths=2, model=NODES),
     Bounds(steps=2, founders=0b1111, deaths=1, model=NODES, has_local=True),
+    Bounds(steps=2, deaths=1, model=LOST_NODE),
+    Bounds(steps=1, deaths=2, model=LOST_NODE),
     Bounds(steps=4, deaths=2, joins=2, device_deaths=1, bits=26),
 ]
 """Bounds of `make model`, exhaustive but for the last."""
@@ -135,6 +141,11 @@ MISTAKES = {
     "ABSENT_BEHIND_RESULT": Bounds(steps=1, founders=0b1111, deaths=1, model=NODES),
     "NO_DRAIN_ON_NODE": Bounds(steps=1, founders=0b1111, deaths=1, model=NODES),
     "FIRST_SLOT": Bounds(steps=2, founders=0b1111, leaves=1, model=NODES),
+    "RESULT_IN_SLOT": Bounds(steps=1, deaths=1, model=LOST_NODE),
+    "NO_REPORTS": Bounds(steps=1, deaths=1, model=LOST_NODE),
+    "LATE_FRAMES": Bounds(steps=1, deaths=1, model=LOST_NODE),
+    "COUNT_OLD": Bounds(steps=2, deaths=1, model=LOST_NODE),
+    "NOT_AGAIN": Bounds(steps=1, deaths=1, model=LOST_NODE),
 }
 """Planted mistakes (macros MISTAKE_...), and bounds within which each one shows."""
 
@@ -144,6 +155,7 @@ WITNESSES = {
     "REUSED_RANK": Bounds(steps=4, deaths=1, joins=1),
     "NEWCOMER": Bounds(steps=3, shards=1, founders=0b011, joins=1, model=BUILT),
     "UNLIKE_SHARDS_OVER_NODES": Bounds(steps=1, founders=0b1111, deaths=1, model=NODES),
+    "UNLIKE_SHARDS_OF_LOST_NODE": Bounds(steps=1, deaths=1, model=LOST_NODE),
 }
 """Macros (WITNESS_...) under which a search must find that something happens: the model is not empty."""
 

@@ -164,6 +164,7 @@ struct ClusterShape {
   bool hasReplica = false;                       // of groups with an optimizer, at device 1
   bool hasEpochs = false;                        // newcomers may take the places of lost clients
   Compression compression = Compression::kNone;  // of gradients between nodes
+  bool mayLoseNodes = false;                     // the others go on without a lost one
 };
 
 template <std::size_t numClients, std::size_t numDevices, std::size_t numSyncCores>
@@ -381,7 +382,8 @@ class Cluster {
   struct GroupMemory {
     GroupMemory(const GroupPlan& plan, NodeIndex index, const ClusterShape& shape)
         : control(GroupControl::numBytes(plan.shards.size(), plan.numClients, plan.numRanks)),
-          nodeSegment(NodeSegment::numBytes(plan, index, shape.isDeferred, shape.compression)),
+          nodeSegment(
+              NodeSegment::numBytes(plan, index, shape.isDeferred, shape.compression, shape.mayLoseNodes)),
           parameters(plan.hasOptimizer ? plan.parameterBytes() : 1),
           states(std::max<std::size_t>(plan.keptBytes(), 1)),
           snapshotRequest(sizeof(SnapshotRequest)),
@@ -442,6 +444,7 @@ class Cluster {
     config.exchangeLogsFd = shared_.exchangeLogs.fd;
     config.metrics = metrics().device(device);
     config.nodeCompression = shape_.compression;
+    config.mayLoseNodes = shape_.mayLoseNodes;
     if (shape_.hasEpochs) config.epochsFd = shared_.epochs.fd;
     if (linkTable_ != nullptr) {
       config.linkTableFd = linkTable_->fd;

@@ -1,9 +1,10 @@
 """Trains a small model while workers are lost. Run by `coarse run --min-workers`.
 
-    elastic_script.py REPORT-FOLDER plain|optimizer|overlap [die|raise RANK]
+    elastic_script.py REPORT-FOLDER plain|optimizer|overlap [die|raise|node RANK]
 
 With `plain`, torch's optimizer runs on the workers; otherwise the memory devices run it. The named worker dies by
-SIGKILL in the middle of its fourth backward, or raises an error there.
+SIGKILL in the middle of its fourth backward, or raises an error there; with `node`, all processes with its TMPDIR
+die: launcher, workers and memory devices.
 
 Each worker that ends normally writes REPORT-FOLDER/end-RANK: a hash of parameters, buffers and optimizer state, the
 members, and their changes: the step, the members before and after.
@@ -11,6 +12,7 @@ members, and their changes: the step, the members before and after.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -46,6 +48,8 @@ def main() -> None:
     def end(parameter: nn.Parameter) -> None:
         if step == 4 and fate == "raise":
             raise ValueError("a batch that cannot be")
+        if step == 4 and fate == "node":
+            kill_node()
         if step == 4 and fate == "die":
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -65,6 +69,17 @@ def main() -> None:
             digest.update(value.contiguous().reshape(-1).view(torch.uint8).numpy())
     end_of_this = [digest.hexdigest(), list(model.session.members), changes]
     (folder / f"end-{rank}").write_text(json.dumps(end_of_this))
+
+
+def kill_node() -> None:
+    """SIGKILL of all processes with this one's TMPDIR, this one last."""
+    mark = f"TMPDIR={os.environ['TMPDIR']}".encode()
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit() and int(process.name) != os.getpid():
+            with contextlib.suppress(OSError):
+                if mark in (process / "environ").read_bytes().split(b"\0"):
+                    os.kill(int(process.name), signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ class GroupLinks {
   int eventFd_ = -1;
 };
 
-/// Events as in Proxy.take_node_events(); None when the group has ended.
+/// Events as in Proxy.take_node_events(), without causes; None when the group has ended.
 py::object takeEvents(const GroupLinks& links) {
   std::vector<NodeEvent> events;
   if (!links.with([&](NodeBridge& bridge) { events = bridge.takeEvents(); })) return py::none();

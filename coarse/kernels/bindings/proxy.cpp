@@ -42,6 +42,13 @@ void registerProxy(py::module_& module) {
       .value("INTERRUPTED", NodeEvent::Kind::kInterrupted)
       .value("ANSWERING", NodeEvent::Kind::kAnswering)
       .value("WORKER_LOST", NodeEvent::Kind::kWorkerLost)
+      .value("AGREEMENT", NodeEvent::Kind::kAgreement)
+      .value("SETTLED", NodeEvent::Kind::kSettled)
+      .finalize();
+  py::native_enum<LossCause>(module, "LossCause", "enum.IntEnum")
+      .value("UNKNOWN", LossCause::kUnknown)
+      .value("PEER_ENDED", LossCause::kPeerEnded)
+      .value("INVALID_FRAME", LossCause::kInvalidFrame)
       .finalize();
   py::class_<ReplicaFds>(module, "Replica")
       .def(py::init([](int controlFd, const Region& parameters, const Region& states, std::size_t owner,
@@ -81,7 +88,7 @@ void registerProxy(py::module_& module) {
                        std::uint32_t spinMicroseconds, int doorbellsFd, int eventFd, const RingMemory& rings,
                        const CollectiveMemory& collectives, int exchangeLogsFd, int linkTableFd,
                        std::size_t node, std::size_t numNodes, std::int64_t nodePatienceMs, bool resumesLinks,
-                       int nodeCompression, const ProcessMetrics& metrics, int epochsFd) {
+                       int nodeCompression, bool mayLoseNodes, const ProcessMetrics& metrics, int epochsFd) {
              ProxyConfig config;
              config.device = device;
              config.numDevices = numDevices;
@@ -96,6 +103,7 @@ void registerProxy(py::module_& module) {
              config.numNodes = numNodes;
              config.nodeLinks = {std::chrono::milliseconds(nodePatienceMs), resumesLinks};
              config.nodeCompression = static_cast<Compression>(nodeCompression);
+             config.mayLoseNodes = mayLoseNodes;
              config.metrics = metrics;
              config.epochsFd = epochsFd;
              return std::make_unique<Proxy>(std::move(config), doorbellsFd, eventFd, rings, collectives);
@@ -107,7 +115,8 @@ void registerProxy(py::module_& module) {
            py::arg("exchange_logs_fd") = -1, py::arg("link_table_fd") = -1, py::arg("node") = 0,
            py::arg("num_nodes") = 1, py::arg("node_patience_ms") = LinkOptions().patience.count(),
            py::arg("resumes_links") = false, py::arg("node_compression") = 0,
-           py::arg_v("metrics", ProcessMetrics(), "ProcessMetrics()"), py::arg("epochs_fd") = -1)
+           py::arg("may_lose_nodes") = false, py::arg_v("metrics", ProcessMetrics(), "ProcessMetrics()"),
+           py::arg("epochs_fd") = -1)
       .def("join_nodes", &Proxy::joinNodes, py::arg("node"), py::arg("ranks"), py::arg("fds"))
       .def(
           "resume_link",
@@ -185,6 +194,12 @@ void registerProxy(py::module_& module) {
       .def("lose_worker", &Proxy::loseWorker, py::arg("client"), py::arg("text"))
       .def("worker_left_node", &Proxy::workerLeftNode, py::arg("node"))
       .def("node_ended", &Proxy::nodeEnded, py::arg("node"))
+      .def("suspend_node", &Proxy::suspendNode, py::arg("node"), py::arg("text"), ReleaseGil())
+      .def("report_without", &Proxy::reportWithout, py::arg("node"), ReleaseGil())
+      .def("settle_without", &Proxy::settleWithout, py::arg("node"), ReleaseGil())
+      .def("resume_without", &Proxy::resumeWithout, py::arg("node"), ReleaseGil())
+      .def("tell_node", &Proxy::tellNode, py::arg("node"), py::arg("text"))
+      .def("tell_all_nodes", &Proxy::tellAllNodes, py::arg("text"))
       .def("abort_nodes", &Proxy::abortNodes, py::arg("text"))
       .def("last_step", &Proxy::lastStep, py::arg("client"))
       .def("take_events",
@@ -194,13 +209,14 @@ void registerProxy(py::module_& module) {
                events.emplace_back(event.client, std::move(event.message));
              return events;
            })
-      .def("take_node_events",
-           [](Proxy& proxy) {
-             std::vector<std::tuple<NodeEvent::Kind, std::size_t, std::uint32_t, py::bytes>> events;
-             for (const NodeEvent& event : proxy.takeNodeEvents())
-               events.emplace_back(event.kind, event.node, event.number, py::bytes(event.text));
-             return events;
-           })
+      .def(
+          "take_node_events",
+          [](Proxy& proxy) {
+            std::vector<std::tuple<NodeEvent::Kind, std::size_t, std::uint32_t, py::bytes, LossCause>> events;
+            for (const NodeEvent& event : proxy.takeNodeEvents())
+              events.emplace_back(event.kind, event.node, event.number, py::bytes(event.text), event.cause);
+            return events;
+          })
       .def("statistics", [](const Proxy& proxy) {
         const ProxyStatistics statistics = proxy.statistics();
         return std::pair(statistics.numShards, statistics.numBytes);

@@ -99,11 +99,13 @@ void registerTensorGroup(py::module_& module) {
       py::arg("num_devices"));
   module.def(
       "node_segment_bytes",
-      [](const GroupPlan& plan, std::size_t node, std::size_t numNodes, bool isStaged, int compression) {
-        return NodeSegment::numBytes(plan, {node, numNodes}, isStaged, static_cast<Compression>(compression));
+      [](const GroupPlan& plan, std::size_t node, std::size_t numNodes, bool isStaged, int compression,
+         bool isWhole) {
+        return NodeSegment::numBytes(plan, {node, numNodes}, isStaged, static_cast<Compression>(compression),
+                                     isWhole);
       },
       py::arg("plan"), py::arg("node"), py::arg("num_nodes"), py::arg("is_staged"),
-      py::arg("compression") = 0);
+      py::arg("compression") = 0, py::arg("is_whole") = false);
   module.attr("UPDATE_SETTINGS_BYTES") = sizeof(UpdateSettings);
   module.attr("RING_LOGS_BYTES") = sizeof(RingLogs);
   module.attr("RING_SEGMENT_BYTES") = sizeof(RingSegment);

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from coarse.kernels import _native
+from coarse.proxy.nodes.lost_nodes import LostNodes
 from coarse.proxy.outbox import SendToPeers
 from coarse.wire.device_job import DeviceJob
 from coarse.wire.failure_messages import Failure, WorkerLoss, name_of_node, node_lost
@@ -25,6 +26,7 @@ class OtherNodes:
         abort: Ends the session.
         reconnect: Makes what replaces connections.
         lose_worker: Notes the loss of a worker of another node, without which the others go on.
+        lost_nodes: Goes on without lost nodes.
     """
 
     def __init__(
@@ -34,12 +36,14 @@ class OtherNodes:
         abort: Callable[[Failure], None],
         reconnect: Reconnect,
         lose_worker: Callable[[WorkerLoss], None],
+        lost_nodes: LostNodes,
     ) -> None:
         self._job = job
         self._tell_peers = tell_peers
         self._abort = abort
         self._reconnect = reconnect
         self._lose_worker = lose_worker
+        self._lost_nodes = lost_nodes
         self._troubles: NodeTroubles | None = None
         self._ended_at: dict[int, set[int]] = {}  # by other node, this node's devices that have seen it end
         self.departed_ranks: set[int] = set()
@@ -47,18 +51,27 @@ class OtherNodes:
 
     def take_events(self, proxy: _native.Proxy) -> None:
         """Handles all events since the last call."""
-        for kind, node, number, reason in proxy.take_node_events():
+        for kind, node, number, reason, cause in proxy.take_node_events():
             text = reason.decode(errors="replace")
-            if kind == _native.NodeEventKind.LEFT:
+            if kind == _native.NodeEventKind.LOST:
+                self._troubles_of(proxy).forget(node, number)
+                if cause == _native.LossCause.INVALID_FRAME:
+                    self._abort(node_lost(self._job, node, text))
+                else:
+                    self._lost_nodes.notice(node, text, is_certain=cause == _native.LossCause.PEER_ENDED)
+            elif kind == _native.NodeEventKind.AGREEMENT:
+                self._lost_nodes.hear_node(node, text)
+            elif kind == _native.NodeEventKind.SETTLED:
+                self._lost_nodes.note_settled()
+            elif self._lost_nodes.has_noticed(node):
+                pass  # what it has said before it was lost, and its goodbye
+            elif kind == _native.NodeEventKind.LEFT:
                 self.departed_ranks.add(number)
                 proxy.worker_left_node(node)
             elif kind == _native.NodeEventKind.WORKER_LOST:
                 self._lose_worker(WorkerLoss.from_node(number, text))
             elif kind == _native.NodeEventKind.ABORTED:
                 self._abort(Failure.from_node(text))
-            elif kind == _native.NodeEventKind.LOST:
-                self._troubles_of(proxy).forget(node, number)
-                self._abort(node_lost(self._job, node, text))
             elif kind in (_native.NodeEventKind.SILENT, _native.NodeEventKind.INTERRUPTED):
                 self._troubles_of(proxy).begin(node, number, text)
             elif kind == _native.NodeEventKind.ANSWERING:
@@ -80,6 +93,7 @@ class OtherNodes:
                 lambda node: f"[md{self._job.device}] {name_of_node(self._job, node)}",
                 self._job.node_patience_ms / 1000,
                 lambda: self._reconnect(plan, proxy),
+                may_lose_nodes=self._job.may_lose_nodes,
             )
         return self._troubles
 

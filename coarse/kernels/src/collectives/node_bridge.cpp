@@ -354,7 +354,7 @@ void NodeBridge::event(LinkEvent event) {
   }
   {
     const std::lock_guard<std::mutex> lock(eventsMutex_);
-    events_.push_back({nodeEventKind(event.kind), node, 0, std::move(event.text)});
+    events_.push_back({nodeEventKind(event.kind), node, 0, std::move(event.text), event.cause});
   }
   notify();
 }

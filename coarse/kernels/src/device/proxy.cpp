@@ -221,7 +221,7 @@ void Proxy::joinNodes(std::size_t node, std::vector<std::vector<int>> ranks,
         notify();
       },
       links_.isPaced() ? nodePacing() : NodePacing(), config_.metrics, config_.nodeLinks,
-      config_.nodeCompression);
+      config_.nodeCompression, config_.mayLoseNodes);
 }
 
 void Proxy::addClient(std::size_t client, int segmentFd) { intake_.addClient(client, segmentFd); }
@@ -422,6 +422,27 @@ void Proxy::workerLeftNode(std::size_t node) {
 
 void Proxy::nodeEnded(std::size_t node) {
   if (nodeExchange_) nodeExchange_->nodeEnded(node);
+}
+
+void Proxy::suspendNode(std::size_t node, const std::string& text) {
+  nodeExchange_->links().cut(node, text);
+  syncCores_->whilePaused([&] { nodeExchange_->suspend(node); });
+}
+
+void Proxy::resumeWithout(std::size_t node) {
+  syncCores_->whilePaused([&] { nodeExchange_->resume(node, config_.device == kHomeDevice); });
+}
+
+void Proxy::tellNode(std::size_t node, const std::string& text) {
+  FrameHeader header;
+  header.kind = FrameKind::kAgreement;
+  nodeExchange_->links().sendHome(node, header, text);
+}
+
+void Proxy::tellAllNodes(const std::string& text) {
+  FrameHeader header;
+  header.kind = FrameKind::kAgreement;
+  nodeExchange_->links().sendToAll(header, text);
 }
 
 void Proxy::abortNodes(const std::string& text) {

@@ -73,7 +73,7 @@ void record(NodeContribution& contribution, const FrameHeader& header) noexcept 
   contribution.dtype = header.dtype;
   contribution.op = header.op;
   contribution.arrivedAt = header.dueAt;
-  contribution.step.store(header.step, std::memory_order_release);
+  contribution.step.store(header.step, std::memory_order_seq_cst);
 }
 
 /// One byte of an FNV-1a digest.
@@ -129,12 +129,6 @@ std::string nameOf(const FrameHeader& header) {
          " of tensor group " + std::to_string(header.group);
 }
 
-/// Where the host reads or writes the result of a shard: its stage, or else the slot of client 0.
-std::byte* resultOf(const TensorGroup& group, const NodeSegment& segment, std::uint32_t shard) noexcept {
-  std::byte* const stage = segment.stage(shard);
-  return stage != nullptr ? stage : group.slot(group.firstContributor(shard), group.plan().shards[shard]);
-}
-
 void decompressInPlace(const NodeSegment& segment, const FrameHeader& header, std::byte* payload) noexcept {
   const Compression compression = segment.compression(header.shard);
   if (compression == Compression::kNone || header.payloadBytes == 0) return;
@@ -153,7 +147,8 @@ void compressInPlace(const NodeSegment& segment, const FrameHeader& header, std:
 NodeExchange::NodeExchange(std::size_t node, std::vector<std::vector<int>> ranks,
                            const std::vector<std::vector<int>>& fds, Reduce reduce, FinishShard finishShard,
                            Report report, std::function<void(NodeEvent)> onEvent, NodePacing pacing,
-                           ProcessMetrics metrics, LinkOptions options, Compression compression)
+                           ProcessMetrics metrics, LinkOptions options, Compression compression,
+                           bool mayLoseNodes)
     : index_{node, ranks.size()},
       compression_(compression),
       ranks_(std::move(ranks)),
@@ -162,6 +157,9 @@ NodeExchange::NodeExchange(std::size_t node, std::vector<std::vector<int>> ranks
       report_(std::move(report)),
       pacing_(std::move(pacing)),
       hasLeft_(new std::atomic<bool>[index_.numNodes]()),
+      mayLoseNodes_(mayLoseNodes),
+      onEvent_(onEvent),
+      isGone_(new std::atomic<bool>[index_.numNodes]()),
       links_(node, fds,
              {[this](std::size_t from, const FrameHeader& header) { return open(from, header); },
               [this](std::size_t from, const FrameHeader& header, const FramePayload& payload) {
@@ -174,13 +172,17 @@ NodeExchange::NodeExchange(std::size_t node, std::vector<std::vector<int>> ranks
   if (node >= index_.numNodes || fds.size() != index_.numNodes)
     throw std::invalid_argument(
         "node must be below the number of nodes, and each needs a list of connections");
+  if (mayLoseNodes_ && (compression_ != Compression::kNone || pacing_.at))
+    throw std::invalid_argument("no node may be lost where links are emulated or gradients compressed");
+  allOwners_.push_back(std::make_unique<const NodeOwners>(index_.numNodes));
+  owners_.store(allOwners_.back().get());
 }
 
 // ---- groups ----
 
 void NodeExchange::addGroup(std::shared_ptr<TensorGroup> group, const Region& memory) {
   const std::uint32_t id = group->plan().id;
-  NodeSegment segment(group->plan(), index_, memory, group->memory(), compression_);
+  NodeSegment segment(group->plan(), index_, memory, group->memory(), compression_, mayLoseNodes_);
   auto added = std::make_shared<Group>(Group{std::move(group), std::move(segment)});
   const std::lock_guard<std::mutex> lock(groupsMutex_);
   groups_[id] = std::move(added);
@@ -212,17 +214,25 @@ std::vector<NodeExchange::GroupPointer> NodeExchange::allGroups() {
 
 void NodeExchange::contribute(const TensorGroup& tensors, const RingEntry& entry) {
   const GroupPointer group = find(tensors.plan().id);
-  if (group == nullptr) return;
-  if (!index_.owns(entry.shard)) {
+  if (group == nullptr || park(entry)) return;
+  if (!owns(entry.shard)) {
     sendPartial(group, entry);
     return;
   }
+  recordOwn(group, entry, false);
+  arrive(group, entry);
+}
+
+/// Records the contribution of this node to a shard that it owns. `isReduced` as in NodeContribution.
+void NodeExchange::recordOwn(const GroupPointer& group, const RingEntry& entry, bool isReduced) {
+  const TensorGroup& tensors = *group->tensors;
   FrameHeader header = contributionHeader(tensors, group->segment, entry);
   header.dueAt = timeOfEvent(entry);
-  record(group->segment.contribution(entry.shard, index_.node), header);
   for (const std::uint32_t rank : newlyAbsent(*group, entry.shard))
     tensors.control().absentSince(rank).store(entry.step, std::memory_order_relaxed);
-  arrive(group, entry);
+  NodeContribution& own = group->segment.contribution(entry.shard, index_.node);
+  own.isReduced = isReduced ? 1 : 0;
+  record(own, header);
 }
 
 void NodeExchange::reduce(const TensorGroup& tensors, const RingEntry& entry) {
@@ -265,29 +275,41 @@ void NodeExchange::sendPartial(const GroupPointer& group, const RingEntry& entry
   const Shard& shard = tensors.plan().shards[entry.shard];
   ShardArrays arrays;
   arrays.op = partialOp(tensors.shape(entry.shard).op);
-  std::byte* partial = segment.stage(entry.shard);
-  if (partial != nullptr) arrays.outputs = {segment.reached(partial)};
+  std::byte* const stage = segment.stage(entry.shard);
+  if (stage != nullptr) arrays.outputs = {segment.reached(stage)};
   for (std::size_t client = 0; client < tensors.plan().numClients; ++client) {
-    if (!tensors.isPresent(entry.shard, client)) continue;
-    std::byte* const slot = tensors.slot(client, shard);
-    arrays.inputs.push_back(slot);
-    if (partial == nullptr) partial = slot;
+    if (tensors.isPresent(entry.shard, client)) arrays.inputs.push_back(tensors.slot(client, shard));
   }
-  const bool isInSlot = arrays.outputs.empty();
-  if (isInSlot && arrays.inputs.size() > 1) arrays.outputs = {partial};
-  FrameHeader header = contributionHeader(tensors, segment, entry);
-  header.dueAt = timeOfEvent(entry);
-  arrays.finish = [this, group, header, partial] {
+  std::byte* const partial = partialOf(*group, entry.shard);
+  if (stage == nullptr && arrays.inputs.size() > 1) arrays.outputs = {partial};
+  const FrameHeader header = contributionHeader(tensors, segment, entry);
+  arrays.finish = [this, group, entry, header, partial] {
     compressInPlace(group->segment, header, partial);
     // release: the receiver of the result, at any device, sees that it is the result, and all earlier reads
     // are done.
-    group->segment.round(header.shard).store(header.step, std::memory_order_release);
-    const std::size_t owner = index_.ownerOf(header.shard);
-    for (const std::uint32_t rank : newlyAbsent(*group, header.shard))
-      sendAbsence(owner, group, entryOf(header), rank);
-    send(owner, group, header, partial);
+    group->segment.round(entry.shard).store(entry.step, std::memory_order_release);
+    sendContribution(group, entry);
   };
   run(group, entry, std::move(arrays));
+}
+
+/// Where this node's contribution to a shard of another one lies; null if nobody has contributed.
+std::byte* NodeExchange::partialOf(const Group& group, std::uint32_t shard) const noexcept {
+  const TensorGroup& tensors = *group.tensors;
+  std::byte* partial = group.segment.stage(shard);
+  for (std::size_t client = 0; client < tensors.plan().numClients && partial == nullptr; ++client) {
+    if (tensors.isPresent(shard, client)) partial = tensors.slot(client, tensors.plan().shards[shard]);
+  }
+  return partial;
+}
+
+/// Sends this node's contribution, which lies in its place, to the owner.
+void NodeExchange::sendContribution(const GroupPointer& group, const RingEntry& entry) {
+  FrameHeader header = contributionHeader(*group->tensors, group->segment, entry);
+  header.dueAt = timeOfEvent(entry);
+  const std::size_t owner = ownerOf(entry.shard);
+  for (const std::uint32_t rank : newlyAbsent(*group, entry.shard)) sendAbsence(owner, group, entry, rank);
+  send(owner, group, header, partialOf(*group, entry.shard));
 }
 
 /// Workers of this node for which a memory device stands in at this shard, if it is shard 0 and the other
@@ -320,22 +342,60 @@ void NodeExchange::sendAbsence(std::size_t node, const GroupPointer& group, cons
 
 /// @pre the contribution was recorded.
 void NodeExchange::arrive(const GroupPointer& group, const RingEntry& entry) {
-  std::atomic<std::uint32_t>& arrivals = group->segment.arrivals(entry.shard);
-  // At least acq_rel: the last arrival sees all recorded contributions. seq_cst pairs with workerLeftNode():
-  // either it sees this arrival, or we see that a worker left.
-  const std::uint32_t arrived = arrivals.fetch_add(1, std::memory_order_seq_cst) + 1;
-  if (arrived == index_.numNodes) {
-    arrivals.store(0, std::memory_order_relaxed);
+  // seq_cst throughout: whoever is last, of those that record contributions or note that a node is gone, sees
+  // all that came before; workerLeftNode() sees this contribution, or we see that a worker left.
+  if (begins(*group, entry.shard)) {
     beginOwned(group, entry);
   } else if (lacksOneThatLeft(*group, entry.shard)) {
     report_({});
   }
 }
 
+/// Whether all nodes that live have contributed to the next step of an owned shard, and nobody else was told
+/// so.
+bool NodeExchange::begins(const Group& group, std::uint32_t shard) noexcept {
+  const NodeSegment& segment = group.segment;
+  std::uint32_t ours = 0;
+  for (std::uint32_t done = segment.round(shard).load(std::memory_order_seq_cst);;) {
+    ours = segment.contribution(shard, index_.node).step.load(std::memory_order_seq_cst);
+    for (std::size_t node = 0; node < index_.numNodes; ++node) {
+      const std::uint32_t step = segment.contribution(shard, node).step.load(std::memory_order_seq_cst);
+      if (!isAfter(step, done) && (node == index_.node || isLive(node))) return false;
+    }
+    // If another thread has finished the step meanwhile, some contributions may be to the next one.
+    const std::uint32_t stillDone = segment.round(shard).load(std::memory_order_seq_cst);
+    if (stillDone == done) break;
+    done = stillDone;
+  }
+  std::uint32_t last = segment.begun(shard).load(std::memory_order_seq_cst);
+  return isAfter(ours, last) && segment.begun(shard).compare_exchange_strong(last, ours);
+}
+
+/// Whether a node has contributed to the step of an owned shard that is reduced. @pre all that live have.
+bool NodeExchange::counts(const Group& group, std::uint32_t shard, std::size_t node) const noexcept {
+  const NodeSegment& segment = group.segment;
+  return isLive(node) || segment.contribution(shard, node).step.load(std::memory_order_acquire) ==
+                             segment.contribution(shard, index_.node).step.load(std::memory_order_acquire);
+}
+
+/// Notes, with shard 0, that the workers of lost nodes are absent from this step on.
+void NodeExchange::noteAbsentNodes(const Group& group, const RingEntry& entry) const noexcept {
+  const TensorGroup& tensors = *group.tensors;
+  if (entry.shard != 0 || tensors.plan().numRanks == 0) return;
+  for (std::size_t node = 0; node < index_.numNodes; ++node) {
+    if (counts(group, entry.shard, node)) continue;
+    for (const int rank : ranks_[node]) {
+      auto& since = tensors.control().absentSince(static_cast<std::size_t>(rank));
+      if (since.load(std::memory_order_relaxed) == 0) since.store(entry.step, std::memory_order_relaxed);
+    }
+  }
+}
+
 // ---- the owner ----
 
-/// All nodes have contributed to a shard.
+/// All nodes that live have contributed to a shard.
 void NodeExchange::beginOwned(const GroupPointer& group, RingEntry entry) {
+  noteAbsentNodes(*group, entry);
   if (!pacing_.gathered) return reduceOwned(group, entry);
   MonotonicNs latest = 0;  // a contribution that this process noticed last may have arrived earlier
   for (std::size_t node = 0; node < index_.numNodes; ++node)
@@ -363,14 +423,18 @@ void NodeExchange::reduceOwned(const GroupPointer& group, const RingEntry& entry
   // contributions of this node's workers are separate terms, which saves a pass over them.
   for (std::size_t node = 0; node < index_.numNodes; ++node) {
     if (node != index_.node) {
-      add(segment.reached(segment.place(entry.shard, node)),
-          segment.contribution(entry.shard, node).numPresent > 0);
+      if (counts(*group, entry.shard, node))
+        add(segment.reached(segment.place(entry.shard, node)),
+            segment.contribution(entry.shard, node).numPresent > 0);
       continue;
     }
+    const bool isReduced = segment.contribution(entry.shard, node).isReduced != 0;
+    const std::byte* const reduced = isReduced ? partialOf(*group, entry.shard) : nullptr;
     for (std::size_t client = 0; client < tensors.plan().numClients; ++client) {
+      std::byte* const slot = tensors.slot(client, shard);
       // A worker that has left may still write to its slot.
       if (!tensors.isStandIn(entry.shard, client))
-        add(tensors.slot(client, shard), tensors.isPresent(entry.shard, client));
+        add(slot, tensors.isPresent(entry.shard, client) && (!isReduced || slot == reduced));
     }
   }
   arrays.op = tensors.shape(entry.shard).op;
@@ -389,7 +453,7 @@ void NodeExchange::compressMean(const GroupPointer& group, const RingEntry& entr
   const NodeSegment& segment = group->segment;
   const Compression compression = segment.compression(entry.shard);
   const std::size_t numElements = group->tensors->shape(entry.shard).numElements;
-  auto* const mean = reinterpret_cast<float*>(resultOf(*group->tensors, segment, entry.shard));
+  auto* const mean = reinterpret_cast<float*>(resultOf(*group, entry.shard));
   std::byte* const first = segment.place(entry.shard, index_.node == 0 ? 1 : 0);
   compress(compression, mean, numElements, first, segment.residual(entry.shard));
   for (std::size_t node = 0; node < index_.numNodes; ++node) {
@@ -397,7 +461,8 @@ void NodeExchange::compressMean(const GroupPointer& group, const RingEntry& entr
     if (place != first) std::memcpy(place, first, compressedBytes(compression, numElements));
   }
   announce(group, entry);
-  giveToClients(group, entry, [this, group, entry] { finishShard_(*group->tensors, entry); });
+  giveToClients(group, entry, reachedResult(*group, entry.shard),
+                [this, group, entry] { finishShard_(*group->tensors, entry); });
 }
 
 /// The result of an owned shard is in place for all nodes.
@@ -422,7 +487,7 @@ void NodeExchange::sendResults(const GroupPointer& group, const RingEntry& entry
       headerOf(FrameKind::kResult, entry, shape, numPresent, group->segment.compression(entry.shard));
   header.dueAt = timeOfEvent(entry);
   for (std::size_t node = 0; node < index_.numNodes; ++node) {
-    if (node == index_.node) continue;
+    if (node == index_.node || !isLive(node)) continue;
     for (const std::uint32_t rank : absentFrom(*group, entry)) sendAbsence(node, group, entry, rank);
     send(node, group, header, group->segment.place(entry.shard, node));
   }
@@ -447,7 +512,7 @@ std::uint32_t NodeExchange::total(const Group& group, std::uint32_t shard,
                                   std::uint32_t NodeContribution::* count) const noexcept {
   std::uint32_t sum = 0;
   for (std::size_t node = 0; node < index_.numNodes; ++node)
-    sum += group.segment.contribution(shard, node).*count;
+    sum += counts(group, shard, node) ? group.segment.contribution(shard, node).*count : 0;
   return sum;
 }
 
@@ -455,6 +520,7 @@ std::string NodeExchange::disagreement(const Group& group, std::uint32_t shard) 
   const NodeContribution& ours = group.segment.contribution(shard, index_.node);
   const ShardShape own = shapeOf(ours);
   for (std::size_t node = 0; node < index_.numNodes; ++node) {
+    if (!counts(group, shard, node)) continue;
     const NodeContribution& theirs = group.segment.contribution(shard, node);
     const std::uint32_t ahead =
         theirs.step.load(std::memory_order_acquire) - ours.step.load(std::memory_order_acquire);
@@ -487,7 +553,11 @@ std::string NodeExchange::workersOf(std::size_t node) const {
 // ---- frames of other nodes ----
 
 FramePayload NodeExchange::open(std::size_t node, const FrameHeader& header) {
+  const bool isOfLoss = header.kind == FrameKind::kReport || header.kind == FrameKind::kFetch ||
+                        header.kind == FrameKind::kHanded;
+  if (isOfLoss && !mayLoseNodes_) throw LinkError("it has lost a node, without which nobody goes on");
   const GroupPointer group = find(header.group);
+  if (header.kind == FrameKind::kReport && header.payloadBytes == 0) return {nullptr, group};
   if (group == nullptr)
     throw LinkError("it sent " + nameOf(header) + ", which this node has not registered or has closed");
   const GroupPlan& plan = group->tensors->plan();
@@ -495,6 +565,7 @@ FramePayload NodeExchange::open(std::size_t node, const FrameHeader& header) {
     throw LinkError("it sent " + nameOf(header) + ", which has " + std::to_string(plan.shards.size()) +
                     " shards");
   if (header.kind == FrameKind::kAbsent) return openAbsence(group, node, header);
+  if (header.kind == FrameKind::kFetch && header.payloadBytes == 0) return {nullptr, group};
   if (!fits(plan.shards[header.shard], header))
     throw LinkError("it sent " + nameOf(header) + " as " + describe(shapeOf(header)));
   const Compression compression = group->segment.compression(header.shard);
@@ -505,13 +576,14 @@ FramePayload NodeExchange::open(std::size_t node, const FrameHeader& header) {
   if (header.payloadBytes != expected)
     throw LinkError("it sent " + nameOf(header) + " with " + std::to_string(header.payloadBytes) +
                     " bytes instead of " + std::to_string(expected));
+  if (header.kind == FrameKind::kHanded) return openHanded(group, header);
   return header.kind == FrameKind::kPartial ? openPartial(group, node, header)
                                             : openResult(group, node, header);
 }
 
 FramePayload NodeExchange::openPartial(const GroupPointer& group, std::size_t node,
                                        const FrameHeader& header) {
-  if (!index_.owns(header.shard))
+  if (!owns(header.shard))
     throw LinkError("it sent its part of " + nameOf(header) + ", which belongs to another node");
   const NodeSegment& segment = group->segment;
   if (!isDue(*group, node, header)) {
@@ -533,29 +605,33 @@ bool NodeExchange::isDue(const Group& group, std::size_t node, const FrameHeader
 bool NodeExchange::isAwaited(const Group& group, std::size_t node, const FrameHeader& header) const noexcept {
   const std::uint32_t contributed = group.segment.round(header.shard).load(std::memory_order_acquire);
   const std::uint32_t received = group.segment.result(header.shard).load(std::memory_order_acquire);
-  return index_.ownerOf(header.shard) == node && contributed == header.step && received != header.step;
+  return ownerOf(header.shard) == node && contributed == header.step && received != header.step;
 }
 
 FramePayload NodeExchange::openResult(const GroupPointer& group, std::size_t node,
                                       const FrameHeader& header) {
-  TensorGroup& tensors = *group->tensors;
-  if (!isAwaited(*group, node, header) || !areEqual(shapeOf(header), tensors.shape(header.shard)))
+  if (!isAwaited(*group, node, header) || !areEqual(shapeOf(header), group->tensors->shape(header.shard)))
     throw LinkError("it sent a result of " + nameOf(header) + ", for which nobody waits");
-  return {resultOf(tensors, group->segment, header.shard), group};
+  return {resultOf(*group, header.shard), group};
 }
 
 /// A node tells the owner of shard 0 of its own workers, and the owner tells all nodes of all workers.
 FramePayload NodeExchange::openAbsence(const GroupPointer& group, std::size_t node,
-                                       const FrameHeader& header) const {
+                                       const FrameHeader& header) {
   const TensorGroup& tensors = *group->tensors;
   const std::uint32_t rank = header.numElements;
   const std::vector<int>& own = ranks_[node];
-  const bool isPossible =
-      header.shard == 0 && header.payloadBytes == 0 && rank < tensors.plan().numRanks &&
-      tensors.control().absentSince(rank).load(std::memory_order_relaxed) == 0 &&
-      (index_.owns(0) ? isDue(*group, node, header) &&
-                            std::find(own.begin(), own.end(), static_cast<int>(rank)) != own.end()
-                      : isAwaited(*group, node, header));
+  const auto isNew = [&] {
+    const std::uint32_t since = tensors.control().absentSince(rank).load(std::memory_order_relaxed);
+    return since == 0 || (mayLoseNodes_ && since == header.step);  // a former owner may have said it
+  };
+  const auto isOfSender = [&] {
+    return std::find(own.begin(), own.end(), static_cast<int>(rank)) != own.end();
+  };
+  const bool isPossible = header.shard == 0 && header.payloadBytes == 0 && rank < tensors.plan().numRanks &&
+                          isNew() &&
+                          (owns(0) ? isFetched(header) || (isDue(*group, node, header) && isOfSender())
+                                   : isAwaited(*group, node, header));
   if (!isPossible)
     throw LinkError("it said that worker " + std::to_string(rank) + " is absent from " + nameOf(header) +
                     ", which cannot be");
@@ -578,6 +654,12 @@ void NodeExchange::passOn(NodeEvent event, const std::function<void(NodeEvent)>&
 void NodeExchange::take(const GroupPointer& group, std::size_t node, const FrameHeader& header) {
   if (header.kind == FrameKind::kPartial) {
     takePartial(group, node, header);
+  } else if (header.kind == FrameKind::kReport) {
+    takeReport(node, header);
+  } else if (header.kind == FrameKind::kFetch) {
+    takeFetch(group, node, header);
+  } else if (header.kind == FrameKind::kHanded) {
+    takeHanded(group, header);
   } else if (header.kind == FrameKind::kAbsent) {
     // relaxed: the partial or result that follows publishes it. Workers take a later step than theirs for
     // none.
@@ -594,43 +676,63 @@ void NodeExchange::takePartial(const GroupPointer& group, std::size_t node, cons
 }
 
 void NodeExchange::takeResult(const GroupPointer& group, const FrameHeader& header) {
-  decompressInPlace(group->segment, header, resultOf(*group->tensors, group->segment, header.shard));
+  decompressInPlace(group->segment, header, resultOf(*group, header.shard));
+  if (mayLoseNodes_) record(group->segment.contribution(header.shard, ownerOf(header.shard)), header);
+  takeHeldResult(group, header, reachedResult(*group, header.shard));
+}
+
+/// Gives the result of a shard of another node, which lies at `held`, to the clients.
+void NodeExchange::takeHeldResult(const GroupPointer& group, const FrameHeader& header, std::byte* held) {
   const auto finish = [this, group, header] {
     TensorGroup& done = *group->tensors;
     done.control().contributors(header.shard).store(header.numPresent, std::memory_order_relaxed);
     group->segment.result(header.shard).store(header.step, std::memory_order_release);
     finishShard_(done, entryOf(header));
   };
-  if (header.payloadBytes > 0) return giveToClients(group, entryOf(header), finish);
+  if (header.payloadBytes > 0) return giveToClients(group, entryOf(header), held, finish);
   ShardArrays nothing;
   nothing.isMeasured = group->tensors->isMeasured(header.shard);
   nothing.finish = finish;
   run(group, entryOf(header), std::move(nothing));
 }
 
-/// Copies a result, which lies where resultOf() says, to the slots of all clients that take part.
-void NodeExchange::giveToClients(const GroupPointer& group, const RingEntry& entry,
+/// Copies a result, which lies at `result` for the processor that computes, to the slots of all clients that
+/// take part.
+void NodeExchange::giveToClients(const GroupPointer& group, const RingEntry& entry, std::byte* result,
                                  std::function<void()> finish) {
   const TensorGroup& tensors = *group->tensors;
-  const bool isStaged = group->segment.stage(entry.shard) != nullptr;
   ShardArrays arrays;
-  arrays.inputs = {reachedResult(*group, entry.shard)};
-  const std::size_t first = tensors.firstContributor(entry.shard);
+  arrays.inputs = {result};
   for (std::size_t client = 0; client < tensors.plan().numClients; ++client) {
-    const bool hasResult = !isStaged && client == first;
     // A worker that has left may still write to its slot.
-    if (!hasResult && !tensors.isStandIn(entry.shard, client))
-      arrays.outputs.push_back(tensors.slot(client, tensors.plan().shards[entry.shard]));
+    std::byte* const slot = tensors.slot(client, tensors.plan().shards[entry.shard]);
+    if (slot != result && !tensors.isStandIn(entry.shard, client)) arrays.outputs.push_back(slot);
   }
   arrays.isMeasured = tensors.isMeasured(entry.shard);
   arrays.finish = std::move(finish);
   run(group, entry, std::move(arrays));
 }
 
+/// Whether the host reads or writes the result of a shard in the slot of the first client that has
+/// contributed.
+bool NodeExchange::isResultInSlot(const Group& group, std::uint32_t shard) const noexcept {
+  return group.segment.stage(shard) == nullptr && (!mayLoseNodes_ || owns(shard));
+}
+
+/// Where the host reads or writes the result of a shard: its stage, a slot, or the place of the node that
+/// sends it.
+std::byte* NodeExchange::resultOf(const Group& group, std::uint32_t shard) const noexcept {
+  const TensorGroup& tensors = *group.tensors;
+  if (isResultInSlot(group, shard))
+    return tensors.slot(tensors.firstContributor(shard), tensors.plan().shards[shard]);
+  std::byte* const stage = group.segment.stage(shard);
+  return stage != nullptr ? stage : group.segment.place(shard, ownerOf(shard));
+}
+
 /// The address of resultOf() for the processor that computes where the tensors lie.
 std::byte* NodeExchange::reachedResult(const Group& group, std::uint32_t shard) const noexcept {
-  std::byte* const result = resultOf(*group.tensors, group.segment, shard);
-  return group.segment.stage(shard) != nullptr ? group.segment.reached(result) : result;
+  std::byte* const result = resultOf(group, shard);
+  return isResultInSlot(group, shard) ? result : group.segment.reached(result);
 }
 
 // ---- leaving ----
@@ -654,8 +756,8 @@ void NodeExchange::workerLeftNode(std::size_t node) {
   hasLeft_[node].store(true, std::memory_order_seq_cst);
   for (const GroupPointer& group : allGroups()) {
     const std::size_t numShards = group->tensors->plan().shards.size();
-    for (std::size_t shard = index_.node; shard < numShards; shard += index_.numNodes) {
-      if (!lacksOneThatLeft(*group, static_cast<std::uint32_t>(shard))) continue;
+    for (std::size_t shard = 0; shard < numShards; ++shard) {
+      if (!owns(shard) || !lacksOneThatLeft(*group, static_cast<std::uint32_t>(shard))) continue;
       report_({});
       return;
     }
@@ -665,20 +767,22 @@ void NodeExchange::workerLeftNode(std::size_t node) {
 /// Whether an owned shard has a step in progress that lacks the contribution of a node that a worker has
 /// left.
 bool NodeExchange::lacksOneThatLeft(const Group& group, std::uint32_t shard) const noexcept {
-  if (group.segment.arrivals(shard).load(std::memory_order_seq_cst) == 0) return false;
   const std::uint32_t done = group.segment.round(shard).load(std::memory_order_acquire);
+  bool isBegun = false, isLacking = false;
   for (std::size_t node = 0; node < index_.numNodes; ++node) {
-    if (hasLeft_[node].load(std::memory_order_seq_cst) &&
-        !isAfter(group.segment.contribution(shard, node).step.load(std::memory_order_acquire), done))
-      return true;
+    const std::uint32_t step = group.segment.contribution(shard, node).step.load(std::memory_order_seq_cst);
+    const bool hasContributed = isAfter(step, done);
+    isBegun |= hasContributed;
+    isLacking |= !hasContributed && isLive(node) && hasLeft_[node].load(std::memory_order_seq_cst);
   }
-  return false;
+  return isBegun && isLacking;
 }
 
 void NodeExchange::nodeEnded(std::size_t node) {
   for (const GroupPointer& group : allGroups()) {
     const std::size_t numShards = group->tensors->plan().shards.size();
-    for (std::size_t shard = node; shard < numShards; shard += index_.numNodes) {
+    for (std::size_t shard = 0; shard < numShards; ++shard) {
+      if (ownerOf(shard) != node) continue;
       const std::uint32_t contributed = group->segment.round(shard).load(std::memory_order_acquire);
       if (contributed == group->segment.result(shard).load(std::memory_order_acquire)) continue;
       report_({});

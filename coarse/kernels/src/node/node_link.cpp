@@ -21,18 +21,28 @@ constexpr std::chrono::milliseconds kGoodbyePatience{3000};
 
 constexpr std::chrono::milliseconds kLongestWait{1000};
 
-bool carriesData(FrameKind kind) { return kind == FrameKind::kPartial || kind == FrameKind::kResult; }
+// Between checks whether the links' thread has ended connections.
+constexpr std::chrono::microseconds kCutInterval{200};
+
+bool carriesData(FrameKind kind) {
+  return kind == FrameKind::kPartial || kind == FrameKind::kResult || kind == FrameKind::kHanded;
+}
 
 /// Whether the owner of the links handles a frame; other frames are events.
-bool isOfShard(FrameKind kind) { return carriesData(kind) || kind == FrameKind::kAbsent; }
+bool isOfShard(FrameKind kind) {
+  return carriesData(kind) || kind == FrameKind::kAbsent || kind == FrameKind::kReport ||
+         kind == FrameKind::kFetch;
+}
 
 /// The longest payload of a frame that is an event.
 std::uint64_t mostBytes(FrameKind kind) {
-  return kind == FrameKind::kAbort || kind == FrameKind::kLost ? kMostTextBytes : 0;
+  const bool hasText = kind == FrameKind::kAbort || kind == FrameKind::kLost || kind == FrameKind::kAgreement;
+  return hasText ? kMostTextBytes : 0;
 }
 
 NodeEvent::Kind eventKindOf(FrameKind kind) {
   if (kind == FrameKind::kAbort) return NodeEvent::Kind::kAborted;
+  if (kind == FrameKind::kAgreement) return NodeEvent::Kind::kAgreement;
   return kind == FrameKind::kLost ? NodeEvent::Kind::kWorkerLost : NodeEvent::Kind::kLeft;
 }
 
@@ -177,6 +187,36 @@ void NodeLinks::abort(const std::string& text) {
   sendToAll(header, text);
 }
 
+void NodeLinks::sendHome(std::size_t node, const FrameHeader& header, FramePayload payload) {
+  transport_->send(firstLink_[node], &header, sizeof header, payloadOf(header, std::move(payload)));
+}
+
+void NodeLinks::sendHome(std::size_t node, FrameHeader header, const std::string& text) {
+  auto copy = std::make_shared<std::string>(text.substr(0, kMostTextBytes));
+  header.payloadBytes = copy->size();
+  sendHome(node, header, FramePayload{reinterpret_cast<std::byte*>(copy->data()), copy});
+}
+
+void NodeLinks::cut(std::size_t node, const std::string& text) {
+  FrameHeader header;
+  header.kind = FrameKind::kAbort;
+  auto copy = std::make_shared<std::string>(text.substr(0, kMostTextBytes));
+  header.payloadBytes = copy->size();
+  const FramePayload payload{reinterpret_cast<std::byte*>(copy->data()), copy};
+  for (std::size_t link = firstLink_[node]; link < firstLink_[node + 1]; ++link) {
+    transport_->dropUnsent(link);
+    transport_->send(link, &header, sizeof header, payloadOf(header, payload));
+    transport_->giveUp(link, "this node goes on without it");
+  }
+  const auto isGone = [&] {
+    for (std::size_t link = firstLink_[node]; link < firstLink_[node + 1]; ++link) {
+      if (!transport_->isGone(link)) return false;
+    }
+    return true;
+  };
+  while (!isGone() && !isStopping_.load()) std::this_thread::sleep_for(kCutInterval);
+}
+
 void NodeLinks::sent(std::size_t link, const std::byte* data, std::int64_t queuedNs) noexcept {
   note(EventKind::kNodeSend, links_[link].node, headerFrom(data), queuedNs);
 }
@@ -203,8 +243,8 @@ Payload NodeLinks::open(std::size_t link, const std::byte* data, std::size_t hea
     from.openedNs = timelineNow();
     return payloadOf(header, receiver_.open(from.node, header));
   }
-  const bool isKnown =
-      header.kind == FrameKind::kLeft || header.kind == FrameKind::kAbort || header.kind == FrameKind::kLost;
+  const bool isKnown = header.kind == FrameKind::kLeft || header.kind == FrameKind::kAbort ||
+                       header.kind == FrameKind::kLost || header.kind == FrameKind::kAgreement;
   if (!isKnown || header.payloadBytes > mostBytes(header.kind)) {
     throw LinkError("it sent a frame of kind " + std::to_string(static_cast<int>(header.kind)) + " with " +
                     std::to_string(header.payloadBytes) + " bytes");
@@ -220,21 +260,21 @@ void NodeLinks::close(std::size_t link, const std::byte* data, const Payload& pa
     note(EventKind::kNodeReceive, from.node, header, from.openedNs);
     receiver_.close(from.node, header, {nullptr, payload.keeper});
   } else {
-    receiver_.event({eventKindOf(header.kind), from.node, header.shard, from.text});
+    receiver_.event({eventKindOf(header.kind), from.node, header.shard, from.text, {}});
   }
 }
 
 void NodeLinks::event(LinkEvent event) {
   Link& link = links_[event.link];
   if (event.kind == LinkEvent::Kind::kEnded) return end(link);
-  receiver_.event({nodeEventKind(event.kind), link.node, link.number, std::move(event.text)});
+  receiver_.event({nodeEventKind(event.kind), link.node, link.number, std::move(event.text), event.cause});
 }
 
 void NodeLinks::end(Link& link) {
   link.hasEnded = true;
   const bool isLast = std::all_of(links_.begin(), links_.end(),
                                   [&](const Link& each) { return each.node != link.node || each.hasEnded; });
-  if (isLast) receiver_.event({NodeEvent::Kind::kEnded, link.node, 0, {}});
+  if (isLast) receiver_.event({NodeEvent::Kind::kEnded, link.node, 0, {}, {}});
 }
 
 }  // namespace coarse

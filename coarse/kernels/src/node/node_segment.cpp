@@ -3,8 +3,9 @@
 namespace coarse {
 namespace {
 
-std::size_t numOwned(std::size_t numShards, NodeIndex index) noexcept {
-  return (numShards + index.numNodes - 1 - index.node) / index.numNodes;
+/// Shards with contributions of other nodes.
+std::size_t numContributed(std::size_t numShards, NodeIndex index, bool isWhole) noexcept {
+  return isWhole ? numShards : (numShards + index.numNodes - 1 - index.node) / index.numNodes;
 }
 
 std::size_t shardBytes(const Shard& shard) {
@@ -22,9 +23,10 @@ Compression compressionOf(const GroupPlan& plan, const Shard& shard, Compression
 }  // namespace
 
 NodeSegment::NodeSegment(const GroupPlan& plan, NodeIndex index, const Region& memory,
-                         const TensorMemory& tensors, Compression compression)
+                         const TensorMemory& tensors, Compression compression, bool isWhole)
     : index_(index),
-      layout_(layOut(plan, index, !tensors.isHost(), compression)),
+      isWhole_(isWhole),
+      layout_(layOut(plan, index, !tensors.isHost(), compression, isWhole)),
       mapping_(mapShared(memory, layout_.numBytes, Mapping::Access::kReadWrite, "node segment")),
       reached_(tensors.reach(mapping_.data(), mapping_.numBytes())) {
   const std::size_t numShards = plan.shards.size();
@@ -32,13 +34,13 @@ NodeSegment::NodeSegment(const GroupPlan& plan, NodeIndex index, const Region& m
   rounds_ = cursor.take<std::atomic<std::uint32_t>>(numShards);
   results_ = cursor.take<std::atomic<std::uint32_t>>(numShards);
   settings_ = cursor.take<std::atomic<std::uint32_t>>(numShards);
-  arrivals_ = cursor.take<std::atomic<std::uint32_t>>(numOwned(numShards, index));
-  contributions_ = cursor.take<NodeContribution>(numOwned(numShards, index) * index.numNodes);
+  begun_ = cursor.take<std::atomic<std::uint32_t>>(numContributed(numShards, index, isWhole));
+  contributions_ = cursor.take<NodeContribution>(numContributed(numShards, index, isWhole) * index.numNodes);
 }
 
 std::size_t NodeSegment::numBytes(const GroupPlan& plan, NodeIndex index, bool isStaged,
-                                  Compression compression) {
-  return layOut(plan, index, isStaged, compression).numBytes;
+                                  Compression compression, bool isWhole) {
+  return layOut(plan, index, isStaged, compression, isWhole).numBytes;
 }
 
 std::byte* NodeSegment::place(std::size_t shard, std::size_t node) const noexcept {
@@ -58,9 +60,9 @@ float* NodeSegment::residual(std::size_t shard) const noexcept {
 }
 
 NodeSegment::Layout NodeSegment::layOut(const GroupPlan& plan, NodeIndex index, bool isStaged,
-                                        Compression compression) {
+                                        Compression compression, bool isWhole) {
   Layout layout;
-  layout.numBytes = headBytes(plan.shards.size(), index);
+  layout.numBytes = headBytes(plan.shards.size(), index, isWhole);
   for (std::size_t number = 0; number < plan.shards.size(); ++number) {
     const Shard& shard = plan.shards[number];
     ShardLayout own;
@@ -68,7 +70,8 @@ NodeSegment::Layout NodeSegment::layOut(const GroupPlan& plan, NodeIndex index, 
     own.hasStage = isStaged && (!index.owns(number) || own.compression != Compression::kNone);
     own.offset = layout.numBytes;
     own.stride = roundUp(shardBytes(shard), kCacheLineBytes);
-    const std::size_t numPlaces = (index.owns(number) ? index.numNodes - 1 : 0) + (own.hasStage ? 1 : 0);
+    const bool hasPlaces = isWhole || index.owns(number);
+    const std::size_t numPlaces = (hasPlaces ? index.numNodes - 1 : 0) + (own.hasStage ? 1 : 0);
     layout.numBytes += numPlaces * own.stride;
     if (own.compression == Compression::kInt8) {
       own.residualOffset = layout.numBytes;
@@ -79,11 +82,11 @@ NodeSegment::Layout NodeSegment::layOut(const GroupPlan& plan, NodeIndex index, 
   return layout;
 }
 
-std::size_t NodeSegment::headBytes(std::size_t numShards, NodeIndex index) noexcept {
+std::size_t NodeSegment::headBytes(std::size_t numShards, NodeIndex index, bool isWhole) noexcept {
   ArrayCursor cursor(nullptr);
   for (int array = 0; array < 3; ++array) cursor.take<std::atomic<std::uint32_t>>(numShards);
-  cursor.take<std::atomic<std::uint32_t>>(numOwned(numShards, index));
-  cursor.take<NodeContribution>(numOwned(numShards, index) * index.numNodes);
+  cursor.take<std::atomic<std::uint32_t>>(numContributed(numShards, index, isWhole));
+  cursor.take<NodeContribution>(numContributed(numShards, index, isWhole) * index.numNodes);
   return cursor.offset();
 }
 

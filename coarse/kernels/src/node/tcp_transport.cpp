@@ -29,6 +29,10 @@ using std::chrono::steady_clock;
 // Interval between checks for machines that give no answer, and of acknowledgements without other frames.
 constexpr milliseconds kLookInterval{1000};
 
+// A peer whose machine was silent for this long may have given up this link, so its end does not tell that
+// its process has ended.
+constexpr milliseconds kSuspectSilence{2000};
+
 // Bytes received from one link before the next link's turn.
 constexpr std::size_t kBytesPerTurn = 4 << 20;
 
@@ -144,6 +148,7 @@ struct TcpTransport::Link {
   Payload place;
   bool hasSaidLast = false;
   bool isTroubled = false;  // silent or interrupted, which was reported
+  bool isSuspect = false;   // silent for a while, as of the last look
   steady_clock::time_point troubledSince;
 
   std::mutex mutex;         // guards the members below; progress() alone writes the descriptor and isResuming
@@ -394,7 +399,7 @@ void TcpTransport::receive(Link& link) {
       i += link.numReceived > before ? link.numReceived - before : sizeof(Head);
     }
   } catch (const LinkError& error) {
-    lose(link, error.what());
+    lose(link, error.what(), LossCause::kInvalidFrame);
   }
 }
 
@@ -472,7 +477,7 @@ void TcpTransport::resend(Link& link) {
     flush(link);
   }
   if (!std::exchange(link.isTroubled, false)) return;
-  handler_.event({LinkEvent::Kind::kAnswering, link.number, {}});
+  handler_.event({LinkEvent::Kind::kAnswering, link.number, {}, {}});
 }
 
 /// The kernel of the peer ends a stream in order only when its process has closed the connection.
@@ -484,7 +489,8 @@ void TcpTransport::endOfStream(Link& link) {
   }
   if (error != 0) return breakOff(link, "the connection broke: " + std::string(std::strerror(error)));
   if (link.hasSaidLast || link.isClosing) return end(link);
-  lose(link, "the connection was closed from the other end");
+  lose(link, "the connection was closed from the other end",
+       link.isSuspect ? LossCause::kUnknown : LossCause::kPeerEnded);
 }
 
 // ---- connections that break, and others in their place ----
@@ -500,24 +506,27 @@ void TcpTransport::look(Link& link) {
   if (link.fd < 0) {
     const auto waited = steady_clock::now() - link.troubledSince;
     if (waited > options_.patience)
-      lose(link, "it could not be connected with again within " + inSeconds(waited));
+      lose(link, "it could not be connected with again within " + inSeconds(waited), LossCause::kUnknown);
     return;
   }
   acknowledge(link);
   const milliseconds silence = silenceOf(link.fd);
   if (silence > options_.patience) {
     if (link.hasSaidLast) return end(link);
-    return lose(link, "its machine has answered nothing for " + inSeconds(silence));
+    return lose(link, "its machine has answered nothing for " + inSeconds(silence), LossCause::kUnknown);
   }
+  if (!link.isResuming) link.isSuspect = silence > kSuspectSilence;
   const bool isTroubled = silence > kReportedSilence;
   if (isTroubled == link.isTroubled || link.isResuming) return;
   link.isTroubled = isTroubled;
   if (isTroubled) {
     link.troubledSince = steady_clock::now() - silence;
-    handler_.event({LinkEvent::Kind::kSilent, link.number,
-                    "its machine has answered nothing for " + inSeconds(silence)});
+    handler_.event({LinkEvent::Kind::kSilent,
+                    link.number,
+                    "its machine has answered nothing for " + inSeconds(silence),
+                    {}});
   } else {
-    handler_.event({LinkEvent::Kind::kAnswering, link.number, {}});
+    handler_.event({LinkEvent::Kind::kAnswering, link.number, {}, {}});
   }
 }
 
@@ -539,6 +548,8 @@ void TcpTransport::giveUp(std::size_t link, const std::string& reason) {
   hasOrders_.store(true);
   wake();
 }
+
+bool TcpTransport::isGone(std::size_t link) const noexcept { return links_[link]->isGone.load(); }
 
 void TcpTransport::interrupt(std::size_t link) {
   {
@@ -564,9 +575,10 @@ void TcpTransport::takeOrders(Link& link) {
     if (isBreak && fd < 0 && link.fd >= 0 && !link.isGone.load()) breakOff(link, "it was silent");
     if (fd >= 0) adopt(link, fd);
   } catch (const std::system_error& error) {
-    lose(link, error.what());
+    lose(link, error.what(), LossCause::kUnknown);
   }
-  if (!reason.empty() && !link.isGone.load()) lose(link, reason);
+  if (!reason.empty() && !link.isGone.load())
+    lose(link, reason, link.isSuspect ? LossCause::kUnknown : LossCause::kPeerEnded);
 }
 
 void TcpTransport::adopt(Link& link, int fd) {
@@ -594,10 +606,10 @@ void TcpTransport::disconnect(Link& link) {
 
 void TcpTransport::breakOff(Link& link, const std::string& reason) {
   if (link.hasSaidLast || link.isClosing) return end(link);
-  if (!options_.isResumable) return lose(link, reason);
+  if (!options_.isResumable) return lose(link, reason, LossCause::kUnknown);
   disconnect(link);
   if (!std::exchange(link.isTroubled, true)) link.troubledSince = steady_clock::now();
-  handler_.event({LinkEvent::Kind::kInterrupted, link.number, reason});
+  handler_.event({LinkEvent::Kind::kInterrupted, link.number, reason, {}});
 }
 
 /// Ends both directions.
@@ -614,14 +626,15 @@ void TcpTransport::end(Link& link) {
     }
   }
   if (!link.hasSaidLast) return;
-  if (std::exchange(link.isTroubled, false)) handler_.event({LinkEvent::Kind::kAnswering, link.number, {}});
-  handler_.event({LinkEvent::Kind::kEnded, link.number, {}});
+  if (std::exchange(link.isTroubled, false))
+    handler_.event({LinkEvent::Kind::kAnswering, link.number, {}, {}});
+  handler_.event({LinkEvent::Kind::kEnded, link.number, {}, {}});
 }
 
-void TcpTransport::lose(Link& link, const std::string& reason) {
+void TcpTransport::lose(Link& link, const std::string& reason, LossCause cause) {
   link.hasSaidLast = false;  // a loss is not an end
   end(link);
-  handler_.event({LinkEvent::Kind::kLost, link.number, reason});
+  handler_.event({LinkEvent::Kind::kLost, link.number, reason, cause});
 }
 
 }  // namespace coarse

@@ -47,6 +47,7 @@ struct ProxyConfig {
   int epochsFd = -1;      // an EpochTable, if newcomers take the places of lost clients; the caller closes it
   LinkOptions nodeLinks;  // those to other nodes
   Compression nodeCompression = Compression::kNone;  // of gradients between nodes
+  bool mayLoseNodes = false;                         // whether the other nodes go on without a lost one
   ProcessMetrics metrics;
 
   /// @throws std::invalid_argument if a number is out of range.
@@ -159,6 +160,18 @@ class Proxy {
   /// All devices of another node have ended. Shards that still wait for them can never complete, and are
   /// reported as events.
   void nodeEnded(std::size_t node);
+  /// Suspends the exchange with `node`, which is lost; `text` is for it, should it live. Contributions to its
+  /// shards wait until resumeWithout().
+  void suspendNode(std::size_t node, const std::string& text);
+  /// As NodeExchange::report().
+  void reportWithout(std::size_t node) { nodeExchange_->report(node); }
+  /// As NodeExchange::settle().
+  void settleWithout(std::size_t node) { nodeExchange_->settle(node); }
+  /// As NodeExchange::resume().
+  void resumeWithout(std::size_t node);
+  /// Sends a text to the control threads of another node's home device, or of all devices of all nodes.
+  void tellNode(std::size_t node, const std::string& text);
+  void tellAllNodes(const std::string& text);
   /// Notifies all other nodes that the session is over; no effect with a single node.
   void abortNodes(const std::string& text);
   /// The connections to other nodes, to replace those that broke; any thread may. @pre joinNodes() was

@@ -26,6 +26,11 @@ enum class FrameKind : std::uint8_t {
   // From the step of this frame on, a memory device stands in for a worker. Before the partial, then before
   // the result, of shard 0.
   kAbsent = 6,
+  // About the shards that a lost node owned, between home devices (NodeTakeover):
+  kReport = 7,     // this node's last contribution (step) and last result (numElements), to the new owner
+  kFetch = 8,      // asks for the result of a step that others lack
+  kHanded = 9,     // that result
+  kAgreement = 10  // a message between control threads, as JSON
 };
 
 /// The header of every frame. A wire format: little-endian, as all supported processors.
@@ -47,7 +52,7 @@ struct FrameHeader {
 };
 static_assert(sizeof(FrameHeader) == 48);
 
-/// Of the payload of kAbort and kLost.
+/// Of the payload of kAbort, kLost and kAgreement.
 inline constexpr std::uint64_t kMostTextBytes = 64 * 1024;
 
 /// A message from another node, or its failure.
@@ -61,11 +66,14 @@ struct NodeEvent {
     kInterrupted = 5,  // connection `number` to it broke, because of `text`; another can replace it
     kAnswering = 6,    // that connection is in order again
     kWorkerLost = 7,   // worker `number` of that node is lost, as `text` describes, and the others go on
+    kAgreement = 8,    // `text` for the control thread
+    kSettled = 9,      // the takeover of the shards of `node`, which is lost, is done here
   };
   Kind kind = Kind::kLost;
   std::size_t node = 0;
   std::uint32_t number = 0;
   std::string text;
+  LossCause cause = LossCause::kUnknown;  // of kLost
 };
 
 /// What an event of a link is for its node.
@@ -115,8 +123,15 @@ class NodeLinks final : private FrameHandler {
   void send(std::size_t node, const FrameHeader& header, FramePayload payload);
   /// Sends a frame to every other node, on all connections, with at most kMostTextBytes of `text`.
   void sendToAll(FrameHeader header, const std::string& text = {});
+  /// Sends a frame to `node` on its first connection, which joins the home devices. Otherwise as send().
+  void sendHome(std::size_t node, const FrameHeader& header, FramePayload payload);
+  /// The same with a text.
+  void sendHome(std::size_t node, FrameHeader header, const std::string& text);
   /// Notifies all other nodes that the session is over; drops queued frames.
   void abort(const std::string& text);
+  /// Ends all connections to `node`, which is told by an abort with `text`. Frames of it are not handled any
+  /// more when this returns. @pre start() was called; not from the links' thread.
+  void cut(std::size_t node, const std::string& text);
 
   /// Replaces connection `number` to a node; the other end does the same. Takes ownership of `fd`.
   /// @throws std::invalid_argument if there is no such connection.

@@ -19,7 +19,7 @@ struct NodeIndex {
   std::size_t node = 0;
   std::size_t numNodes = 1;
 
-  /// The node that reduces all nodes' contributions to `shard`.
+  /// The node that reduces all nodes' contributions to `shard`, if no node was lost.
   std::size_t ownerOf(std::size_t shard) const noexcept { return shard % numNodes; }
   bool owns(std::size_t shard) const noexcept { return ownerOf(shard) == node; }
 };
@@ -33,8 +33,8 @@ struct NodeContribution {
   std::uint32_t settings;    // as in FrameHeader
   std::uint8_t dtype;
   std::uint8_t op;
-  std::uint16_t reserved;
-  MonotonicNs arrivedAt;  // as FrameHeader::dueAt
+  std::uint16_t isReduced;  // of the owner: its workers' contributions lie reduced in the first one's slot
+  MonotonicNs arrivedAt;    // as FrameHeader::dueAt
 };
 static_assert(sizeof(NodeContribution) == 32);
 
@@ -49,17 +49,22 @@ static_assert(sizeof(NodeContribution) == 32);
 ///
 /// With Compression::kInt8, every compressed shard also has the rounding errors of what this node sends of
 /// it.
+///
+/// If nodes may be lost (`isWhole`), every shard has all of this, whoever owns it. A result of another node
+/// is then received into that node's place, and its contribution says which result lies there: slots keep
+/// what this node has contributed until the result is whole, and the result can be handed to others.
 class NodeSegment {
  public:
   /// Maps `memory`; the caller closes its descriptor.
   /// @param tensors the memory of the group's tensors.
   /// @param compression that of gradients.
+  /// @param isWhole whether nodes may be lost.
   /// @throws std::invalid_argument as mapShared(); std::runtime_error as TensorMemory::reach().
   NodeSegment(const GroupPlan& plan, NodeIndex index, const Region& memory, const TensorMemory& tensors,
-              Compression compression = Compression::kNone);
+              Compression compression = Compression::kNone, bool isWhole = false);
   /// @param isStaged true if the host does not read the memory of the tensors.
   static std::size_t numBytes(const GroupPlan& plan, NodeIndex index, bool isStaged,
-                              Compression compression = Compression::kNone);
+                              Compression compression = Compression::kNone, bool isWhole = false);
 
   /// For an owned shard: its last completed step. For another shard: the last step to which this node
   /// contributed.
@@ -76,12 +81,13 @@ class NodeSegment {
   float* residual(std::size_t shard) const noexcept;
   /// The address of a place or stage for the processor that computes where the tensors lie.
   std::byte* reached(std::byte* place) const noexcept { return reached_.get() + (place - mapping_.data()); }
-  /// Nodes that have contributed to the current step. @pre the shard is owned, as for all functions below.
-  std::atomic<std::uint32_t>& arrivals(std::size_t shard) const noexcept {
-    return arrivals_[shard / index_.numNodes];
-  }
+  /// Whether nodes may be lost.
+  bool isWhole() const noexcept { return isWhole_; }
+  /// The last step whose reduction has begun. @pre the shard is owned, as for all functions below, or the
+  /// segment is whole.
+  std::atomic<std::uint32_t>& begun(std::size_t shard) const noexcept { return begun_[numberOf(shard)]; }
   NodeContribution& contribution(std::size_t shard, std::size_t node) const noexcept {
-    return contributions_[shard / index_.numNodes * index_.numNodes + node];
+    return contributions_[numberOf(shard) * index_.numNodes + node];
   }
   /// @pre `node` is another node.
   std::byte* place(std::size_t shard, std::size_t node) const noexcept;
@@ -99,20 +105,26 @@ class NodeSegment {
     std::vector<ShardLayout> shards;
     std::size_t numBytes = 0;
   };
-  static Layout layOut(const GroupPlan& plan, NodeIndex index, bool isStaged, Compression compression);
-  static std::size_t headBytes(std::size_t numShards, NodeIndex index) noexcept;
+  static Layout layOut(const GroupPlan& plan, NodeIndex index, bool isStaged, Compression compression,
+                       bool isWhole);
+  static std::size_t headBytes(std::size_t numShards, NodeIndex index, bool isWhole) noexcept;
   std::size_t numPlaces(std::size_t shard) const noexcept {
-    return index_.owns(shard) ? index_.numNodes - 1 : 0;
+    return isWhole_ || index_.owns(shard) ? index_.numNodes - 1 : 0;
+  }
+  /// Among the shards that have contributions.
+  std::size_t numberOf(std::size_t shard) const noexcept {
+    return isWhole_ ? shard : shard / index_.numNodes;
   }
 
   NodeIndex index_;
+  bool isWhole_;
   Layout layout_;
   Mapping mapping_;
   TensorBytes reached_;  // the same memory
   std::atomic<std::uint32_t>* rounds_ = nullptr;
   std::atomic<std::uint32_t>* results_ = nullptr;
   std::atomic<std::uint32_t>* settings_ = nullptr;
-  std::atomic<std::uint32_t>* arrivals_ = nullptr;
+  std::atomic<std::uint32_t>* begun_ = nullptr;
   NodeContribution* contributions_ = nullptr;
 };
 

@@ -63,6 +63,7 @@ class TcpTransport final : public Transport {
   void resume(std::size_t link, int fd) override;
   void interrupt(std::size_t link) override;
   void giveUp(std::size_t link, const std::string& reason) override;
+  bool isGone(std::size_t link) const noexcept override;
 
  private:
   struct Frame;
@@ -92,7 +93,7 @@ class TcpTransport final : public Transport {
   void disconnect(Link& link);
   void breakOff(Link& link, const std::string& reason);
   void end(Link& link);
-  void lose(Link& link, const std::string& reason);
+  void lose(Link& link, const std::string& reason, LossCause cause);
 
   FrameHandler& handler_;
   std::size_t headerBytes_;

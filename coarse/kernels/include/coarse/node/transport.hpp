@@ -41,6 +41,13 @@ struct LinkOptions {
   bool isResumable = false;  // whether resume() replaces a connection that broke; else its link is lost
 };
 
+/// Why a link was lost.
+enum class LossCause : std::uint8_t {
+  kUnknown = 0,    // the peer may live: it answered nothing for too long, or the connection broke
+  kPeerEnded = 1,  // the peer's process has ended
+  kInvalidFrame = 2,
+};
+
 /// What became of a link.
 struct LinkEvent {
   enum class Kind : std::uint8_t {
@@ -53,6 +60,7 @@ struct LinkEvent {
   Kind kind = Kind::kLost;
   std::size_t link = 0;
   std::string text;
+  LossCause cause = LossCause::kUnknown;  // of kLost
 };
 
 /// Handles the frames of a transport. Called by the thread that calls progress(), but sent() by any thread.
@@ -100,6 +108,8 @@ class Transport {
   virtual void interrupt(std::size_t link) = 0;
   /// Ends a link whose connection cannot be replaced, because of `reason`.
   virtual void giveUp(std::size_t link, const std::string& reason) = 0;
+  /// Whether a link has ended or was lost: no frame of it is handled any more.
+  virtual bool isGone(std::size_t link) const noexcept = 0;
 };
 
 }  // namespace coarse
