@@ -4,12 +4,14 @@
 
 #include <algorithm>
 #include <cstring>
+#include <functional>
 #include <iterator>
 #include <numeric>
 #include <random>
 #include <thread>
 #include <vector>
 
+#include "coarse/node/node_owners.hpp"
 #include "contributions.hpp"
 #include "fixture.hpp"
 #include "nodes.hpp"
@@ -345,6 +347,114 @@ TEST_F(NodesWithLossesAndOptimizer, LearnOfALossBetweenMeanAndUpdateAtTheNextMea
   job_.expectAbsent(members, {0});
   expectParameters(parameters(0)[0]);
   job_.expectNoEvents();
+}
+
+/// Three nodes, of two workers and twice of one. The test leads them through the loss of a node, as home
+/// devices do.
+class NodesWithALostNode : public testing::TestWithParam<std::size_t> {
+ protected:
+  static ClusterShape shape(std::size_t numClients, std::size_t numDevices) {
+    ClusterShape shape{numClients, numDevices, 1};
+    shape.mayLoseNodes = true;
+    return shape;
+  }
+  Ranks ranksOf(std::size_t node) const {
+    const Ranks first{0, 2, 3, 4};
+    Ranks ranks(first[node + 1] - first[node]);
+    std::iota(ranks.begin(), ranks.end(), first[node]);
+    return ranks;
+  }
+  std::vector<std::size_t> survivors() const {
+    std::vector<std::size_t> nodes{0, 1, 2};
+    nodes.erase(nodes.begin() + static_cast<std::ptrdiff_t>(GetParam()));
+    return nodes;
+  }
+  Proxy& home(std::size_t node) { return job_.nodes.node(node).proxy(0); }
+  void forEachDevice(std::size_t node, const std::function<void(Proxy&)>& action) {
+    for (std::size_t device = 0; device < job_.nodes.node(node).shape().numDevices; ++device)
+      action(job_.nodes.node(node).proxy(device));
+  }
+  /// Waits for an event of this kind; those of the connections to the lost node come in between.
+  void await(std::size_t node, NodeEvent::Kind kind) {
+    ASSERT_TRUE(eventually([&] {
+      for (const NodeEvent& event : home(node).takeNodeEvents()) {
+        if (event.kind == kind) return true;
+      }
+      return false;
+    }));
+  }
+  void suspend() {
+    for (const std::size_t node : survivors())
+      forEachDevice(node, [&](Proxy& proxy) { proxy.suspendNode(GetParam(), "the test has lost it"); });
+  }
+  void goOn() {
+    const std::vector<std::size_t> nodes = survivors();
+    for (const std::size_t node : nodes) home(node).reportWithout(GetParam());
+    for (const std::size_t node : nodes) {
+      for (const std::size_t other : nodes) {
+        if (other != node) home(node).tellNode(other, "reported");
+      }
+    }
+    for (const std::size_t node : nodes) await(node, NodeEvent::Kind::kAgreement);
+    for (const std::size_t node : nodes) home(node).settleWithout(GetParam());
+    for (const std::size_t node : nodes) await(node, NodeEvent::Kind::kSettled);
+    for (const std::size_t node : nodes)
+      forEachDevice(node, [&](Proxy& proxy) { proxy.resumeWithout(GetParam()); });
+  }
+  void expectResults(std::uint32_t step) {
+    for (const std::size_t rank : others_) {
+      for (const std::uint32_t tensor : kTensors) job_.pullResult(rank, tensor, step, others_);
+    }
+  }
+  Job job_{{shape(2, 2), shape(1, 1), shape(1, 2)}, twoTensors(ReduceOp::kSum)};
+  Ranks others_ = job_.without(ranksOf(GetParam()));
+};
+
+TEST_P(NodesWithALostNode, GoOnWithWhatTheyHaveContributedBefore) {
+  job_.nodes.start();
+  job_.takeStep(job_.all(), 1);
+  for (const std::size_t rank : others_) job_.pushAll(rank, 2);
+  suspend();
+  goOn();
+  expectResults(2);
+  job_.expectAbsent(others_, ranksOf(GetParam()));
+  job_.takeStep(others_, 3);
+}
+
+TEST_P(NodesWithALostNode, GoOnWithWhatTheyContributeMeanwhile) {
+  job_.nodes.start();
+  job_.takeStep(job_.all(), 1);
+  job_.push(others_.front(), 0, 2);
+  suspend();
+  job_.push(others_.front(), 1, 2);
+  for (const std::size_t rank : others_) {
+    if (rank != others_.front()) job_.pushAll(rank, 2);
+  }
+  goOn();
+  expectResults(2);
+  job_.takeStep(others_, 3);
+}
+
+INSTANTIATE_TEST_SUITE_P(Lost, NodesWithALostNode, testing::Values(0, 1, 2));
+
+TEST(NodeOwnersTest, MoveOnlyTheShardsOfTheLostNode) {
+  const NodeOwners all(4);
+  const NodeOwners three = all.without(1), two = three.without(3);
+  std::vector<int> numMoved(4);
+  for (std::size_t shard = 0; shard < 48; ++shard) {
+    EXPECT_EQ(all.ownerOf(shard), shard % 4);
+    if (shard % 4 != 1) {
+      EXPECT_EQ(three.ownerOf(shard), shard % 4);
+    } else {
+      ++numMoved[three.ownerOf(shard)];
+    }
+    if (three.ownerOf(shard) != 3) {
+      EXPECT_EQ(two.ownerOf(shard), three.ownerOf(shard));
+    }
+    EXPECT_TRUE(two.isLive(two.ownerOf(shard)));
+  }
+  EXPECT_EQ(numMoved, (std::vector<int>{4, 0, 4, 4}));
+  EXPECT_EQ(two.live(), (std::vector<std::size_t>{0, 2}));
 }
 
 TEST(LossOnAnotherNode, IsAnEvent) {
