@@ -27,8 +27,6 @@ from coarse.proxy.mailbox import Mailbox
 from coarse.proxy.membership import DRAINED, Membership
 from coarse.proxy.memory import DeviceMemories
 from coarse.proxy.memory.values import value_memory
-from coarse.proxy.nodes.lost_nodes import MESSAGES as ABOUT_LOST_NODES
-from coarse.proxy.nodes.lost_nodes import LostNodes
 from coarse.proxy.nodes.other_nodes import OtherNodes, Reconnect
 from coarse.proxy.nodes.peers import ENDED, STOPPED, Peers
 from coarse.proxy.recovery.persistent_groups import DeviceContents
@@ -127,17 +125,16 @@ class MemoryDevice:
         self._has_shared = False
         self._endpoint: MetricsEndpoint | None = None
         self._has_told_of_nccl = False
-        self._lost_nodes = LostNodes(
+        self._other_nodes = OtherNodes(
             job,
             self._peers.tell,
             self._peers.tell_one,
             self._abort,
+            reconnect,
+            self._lose_elsewhere,
             can_go_on=lambda: self._can_go_on,
             lose_workers=self._lose_node,
             proxy=self._started_proxy,
-        )
-        self._other_nodes = OtherNodes(
-            job, self._peers.tell, self._abort, reconnect, self._lose_elsewhere, self._lost_nodes
         )
         self.lost: set[int] = set()
         """Other devices that have ended; set by run()."""
@@ -435,8 +432,8 @@ class MemoryDevice:
             self._note_drained(client, int_field(message, "pid"), device)
         elif received.kind == "abort":
             self._abort(Failure.from_message(message))
-        elif received.kind in ABOUT_LOST_NODES:
-            self._lost_nodes.hear_peer(device, message)
+        elif received.kind in self._other_nodes.kinds_of_losses:
+            self._other_nodes.lost.hear_peer(device, message)
         elif received.kind == "node_ended":
             self._other_nodes.node_ended(int_field(message, "node"), device, self._data_path.proxy)
 
@@ -725,7 +722,7 @@ class MemoryDevice:
             self._snapshots.warm(snapshots)
 
     def _tell_departures(self, worker: WorkerConnection, _: Message) -> None:
-        ranks, lost = self._other_nodes.departed_ranks, self._lost_nodes.nodes
+        ranks, lost = self._other_nodes.departed_ranks, self._other_nodes.lost.nodes
         worker.send({"type": "departures", "ranks": sorted(ranks), "lost_nodes": sorted(lost)})
 
     def _tell_late_workers(self, worker: WorkerConnection, message: Message) -> None:
@@ -805,7 +802,7 @@ class MemoryDevice:
         self._gauge()
         self._peers.tell(loss.to_message("abort"))
         if loss.is_of_node and self._job.may_lose_nodes and self._data_path.is_started:
-            self._lost_nodes.announce_end(loss)
+            self._other_nodes.lost.announce_end(loss)
         elif self._data_path.proxy is not None:
             self._data_path.proxy.abort_nodes(loss.to_node())
         running = self._data_path.running_proxy

@@ -37,6 +37,7 @@ class Bounds:
         is_lazy: In newcomers.pml, whether workers pull a shard only before they push it again.
         leaves: In nodes.pml, how many workers may leave between two steps.
         has_local: In nodes.pml, whether each step ends with one that nodes do not exchange.
+        victims: In lost_node.pml, bit mask of the nodes that may die first; 0 for all.
         model: The model.
         bits: 0 for an exhaustive search; else log2 of the bits of an array that has two bits per state, so that
             states which fall on the same bits as others are left out.
@@ -53,6 +54,7 @@ class Bounds:
     is_lazy: bool = False
     leaves: int = 0
     has_local: bool = False
+    victims: int = 0
     model: Path = DESIGN
 
     def macros(self) -> list[str]:
@@ -66,6 +68,7 @@ class Bounds:
             "-DLAZY": self.is_lazy,
             "-DLOCAL": self.has_local,
             f"-DLEAVES={self.leaves}": self.leaves > 0,
+            f"-DVICTIMS={self.victims}": self.victims > 0,
         }
         return [*values, *(flag for flag, is_set in flags.items() if is_set)]
 
@@ -103,7 +106,7 @@ QUICK = [
     Bounds(steps=3, shards=1, founders=0b011, joins=1, model=BUILT, is_lazy=True),
     Bounds(steps=1, founders=0b1111, deaths=1, model=NODES),
     Bounds(steps=2, founders=0b1111, leaves=1, model=NODES),
-    Bounds(steps=1, deaths=1, model=LOST_NODE),
+    Bounds(steps=1, deaths=1, victims=0b001, model=LOST_NODE),
 ]
 """Bounds for every run of the tests."""
 
@@ -118,11 +121,12 @@ FULL = [
     Bounds(steps=2, shards=1, founders=0b011, joins=1, device_deaths=1, model=BUILT),
     Bounds(steps=1, founders=0b1111, deaths=2, model=NODES),
     Bounds(steps=2, founders=0b1111, deaths=1, model=NODES, has_local=True),
-    Bounds(steps=2, deaths=1, model=LOST_NODE),
+    Bounds(steps=1, deaths=1, model=LOST_NODE),
     Bounds(steps=1, deaths=2, model=LOST_NODE),
+    Bounds(steps=3, deaths=2, model=LOST_NODE, bits=26),
     Bounds(steps=4, deaths=2, joins=2, device_deaths=1, bits=26),
 ]
-"""Bounds of `make model`, exhaustive but for the last."""
+"""Bounds of `make model`, exhaustive but for those with bits."""
 
 MISTAKES = {
     "PUSH_BEFORE_DATA": Bounds(steps=1),
@@ -144,7 +148,7 @@ MISTAKES = {
     "RESULT_IN_SLOT": Bounds(steps=1, deaths=1, model=LOST_NODE),
     "NO_REPORTS": Bounds(steps=1, deaths=1, model=LOST_NODE),
     "LATE_FRAMES": Bounds(steps=1, deaths=1, model=LOST_NODE),
-    "COUNT_OLD": Bounds(steps=2, deaths=1, model=LOST_NODE),
+    "COUNT_OLD": Bounds(steps=2, deaths=1, victims=0b100, model=LOST_NODE),
     "NOT_AGAIN": Bounds(steps=1, deaths=1, model=LOST_NODE),
 }
 """Planted mistakes (macros MISTAKE_...), and bounds within which each one shows."""

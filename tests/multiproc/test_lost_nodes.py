@@ -98,7 +98,8 @@ def test_the_others_go_on_when_a_node_is_killed_whole(job, shape, lost, memory_d
     killed_s = kill_node([workers[rank] for rank in victims], device_pids[first], seed=lost)
     outcomes = [workers[rank].finish() for rank in others_than(*victims, shape=shape)]
     check_survivors(outcomes, shape, victims)
-    assert max(outcome.ended_s for outcome in outcomes) - killed_s < PROMPT_S + 2.5
+    # 2.5 s until a port that refuses counts as closed for good; the rest is the steps afterwards.
+    assert max(outcome.ended_s for outcome in outcomes) - killed_s < 2.5 + 2 * PROMPT_S
 
 
 @pytest.mark.slow

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from coarse.kernels import _native
-from coarse.proxy.nodes.lost_nodes import LostNodes
+from coarse.proxy.nodes.lost_nodes import MESSAGES, LostNodes
 from coarse.proxy.outbox import SendToPeers
 from coarse.wire.device_job import DeviceJob
 from coarse.wire.failure_messages import Failure, WorkerLoss, name_of_node, node_lost
+from coarse.wire.messages import Message
 from coarse.wire.node_troubles import NodeTroubles, Reconnecting
 from coarse.wire.reconnection_plan import ReconnectionPlan
 
@@ -22,28 +23,35 @@ class OtherNodes:
 
     Args:
         job: The device's place in the session.
-        tell_peers: Sends a message to the other devices of this node.
+        tell_peers, tell_peer: Send a message to the other devices of this node, and to one.
         abort: Ends the session.
         reconnect: Makes what replaces connections.
         lose_worker: Notes the loss of a worker of another node, without which the others go on.
-        lost_nodes: Goes on without lost nodes.
+        can_go_on, lose_workers, proxy: As for LostNodes.
     """
 
     def __init__(
         self,
         job: DeviceJob,
         tell_peers: SendToPeers,
+        tell_peer: Callable[[int, Message], None],
         abort: Callable[[Failure], None],
         reconnect: Reconnect,
         lose_worker: Callable[[WorkerLoss], None],
-        lost_nodes: LostNodes,
+        *,
+        can_go_on: Callable[[], bool],
+        lose_workers: Callable[[int, str], Failure | None],
+        proxy: Callable[[], _native.Proxy],
     ) -> None:
         self._job = job
         self._tell_peers = tell_peers
         self._abort = abort
         self._reconnect = reconnect
         self._lose_worker = lose_worker
-        self._lost_nodes = lost_nodes
+        self.lost = LostNodes(job, tell_peers, tell_peer, abort, can_go_on, lose_workers, proxy)
+        """Nodes without which the others go on."""
+        self.kinds_of_losses = MESSAGES
+        """Kinds of messages of this node's devices for LostNodes.hear_peer()."""
         self._troubles: NodeTroubles | None = None
         self._ended_at: dict[int, set[int]] = {}  # by other node, this node's devices that have seen it end
         self.departed_ranks: set[int] = set()
@@ -58,12 +66,12 @@ class OtherNodes:
                 if cause == _native.LossCause.INVALID_FRAME:
                     self._abort(node_lost(self._job, node, text))
                 else:
-                    self._lost_nodes.notice(node, text, is_certain=cause == _native.LossCause.PEER_ENDED)
+                    self.lost.notice(node, text, is_certain=cause == _native.LossCause.PEER_ENDED)
             elif kind == _native.NodeEventKind.AGREEMENT:
-                self._lost_nodes.hear_node(node, text)
+                self.lost.hear_node(node, text)
             elif kind == _native.NodeEventKind.SETTLED:
-                self._lost_nodes.note_settled()
-            elif self._lost_nodes.has_noticed(node):
+                self.lost.note_settled()
+            elif self.lost.has_noticed(node):
                 pass  # what it has said before it was lost, and its goodbye
             elif kind == _native.NodeEventKind.LEFT:
                 self.departed_ranks.add(number)
