@@ -70,7 +70,10 @@ class Claim:
 
 
 def _locked(folder: Folder) -> int | None:
-    """A descriptor of the folder's lock, which this process now holds; None if another process holds it."""
+    """A descriptor of the folder's lock; None if another process holds the lock.
+
+    This process holds it, unless the file system has no locks: then nothing excludes other processes.
+    """
     descriptor = folder.open_lock(_NAME)
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

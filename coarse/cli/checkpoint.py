@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from coarse.cli.display.tables import TABLE_WIDTH
 from coarse.errors import CheckpointError, FolderClaimedError
 
 if TYPE_CHECKING:  # `coarse --help` must not load these
@@ -17,7 +18,6 @@ if TYPE_CHECKING:  # `coarse --help` must not load these
     from coarse.checkpoint.reader import Checkpoint
 
 _EXIT_DAMAGED = 1
-_TABLE_WIDTH = 150
 _FORMATS = ("safetensors", "torch", "dcp")
 
 
@@ -310,7 +310,7 @@ def _print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str
 
     console = Console(highlight=False)
     if not console.is_terminal:  # avoids truncated tables in files
-        console.width = _TABLE_WIDTH
+        console.width = TABLE_WIDTH
     drawn = Table(title=escape(title), title_justify="left", box=box.SIMPLE_HEAD)
     for column in columns:
         is_number = column in ("size", "tensors", "workers")

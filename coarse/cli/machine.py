@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from coarse.cli.display.tables import TABLE_WIDTH
 from coarse.machine.catalogue import load_machine, machine_names
 from coarse.machine.description import GPUS, KINDS, Figure, Machine
 from coarse.machine.partition_table import PartitionTable, partition_table_names
@@ -18,7 +19,6 @@ if TYPE_CHECKING:  # slow to import; `coarse --help` must not load these
     from coarse.machine.host import Host
 
 _EXIT_WRONG_FILE, _EXIT_USAGE = 1, 2
-_TABLE_WIDTH = 150
 _GIB = 1 << 30
 _STYLES = {"measured": "green", "announced": "cyan", "recalled": "yellow", "assumed": "red"}
 
@@ -227,7 +227,7 @@ def _print_table(title: str, columns: Row, rows: Sequence[Row]) -> None:
 
     console = Console(highlight=False)
     if not console.is_terminal:  # avoids truncated tables in files
-        console.width = _TABLE_WIDTH
+        console.width = TABLE_WIDTH
     drawn = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD)
     for column in columns:
         drawn.add_column(

@@ -459,8 +459,10 @@ def _require_sound_settings(environment: Mapping[str, str], num_workers: int, nu
 
             num_in_job = num_workers * num_nodes
             check_losses(settings, num_workers=num_in_job, num_nodes=num_nodes, is_of_torchrun=False)
-        asked = (settings.memory_devices, settings.partition_table, settings.replicas, settings.algorithm)
-        if asked != (0, "", 0, "auto"):  # the import takes a tenth of a second
+        checked, default = ("memory_devices", "partition_table", "replicas", "algorithm"), Settings()
+        if any(
+            getattr(settings, name) != getattr(default, name) for name in checked
+        ):  # the import takes 0.1 s
             from coarse.startup.device_checks import check_node
 
             check_node(settings, num_workers=num_workers, num_nodes=num_nodes)
@@ -534,7 +536,7 @@ def _announce_machine(environment: Mapping[str, str]) -> None:
 
 
 def _num_nodes(text: str) -> int:
-    """Reads a number of nodes, also torchrun's "2:2"; COARSE has no elastic jobs."""
+    """Reads a number of nodes, also torchrun's "2:2"; a job keeps its number of nodes."""
     low, _, high = text.partition(":")
     if high not in ("", low):
         raise argparse.ArgumentTypeError(f"{text!r}: the number of nodes cannot change; write one number")

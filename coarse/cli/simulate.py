@@ -182,7 +182,7 @@ def _run_step(arguments: argparse.Namespace) -> int:
         for warning in outside_validated_range(setup, schemes):
             print(f"outside of the validated range: {warning}", file=sys.stderr)
         for result, times in _simulate(setup, schemes, jitter, timelines, may_leave_out=takes_all):
-            answers.append((result, times, disturbances.goodputs(arguments, result)))
+            answers.append((result, times, disturbances.goodput_by_recovery(arguments, result)))
     except ValueError as error:
         print(f"coarse simulate: {error}", file=sys.stderr)
         return _EXIT_USAGE

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from coarse.cli.arguments import add_job, add_nodes, seconds
-from coarse.cli.display.terminal import Keys, Told, suspend
+from coarse.cli.display.terminal import TerminalEvent, TerminalInput, suspend
 from coarse.cli.main import ToldToEnd
 from coarse.cli.status import by_job, say_which
 from coarse.dashboard.other_nodes import WholeJob
@@ -118,17 +118,20 @@ def _print_once(samples: Iterator[Sample], events: Sequence[Event], job: str, ev
 def _show(samples: Iterator[Sample], events: Sequence[Event], every_s: float) -> bool:
     """Renews the screen until the job ends; False if the user presses q or Ctrl-C before."""
     try:
-        while (told := _fill_screen(samples, events, every_s)) in (Told.SUSPEND, Told.CONTINUED):
-            if told is Told.SUSPEND:
+        while (event := _fill_screen(samples, events, every_s)) in (
+            TerminalEvent.SUSPEND,
+            TerminalEvent.CONTINUED,
+        ):
+            if event is TerminalEvent.SUSPEND:
                 suspend()
     except ToldToEnd:
         raise
     except KeyboardInterrupt:
         return False
-    return told is not Told.QUIT
+    return event is not TerminalEvent.QUIT
 
 
-def _fill_screen(samples: Iterator[Sample], events: Sequence[Event], every_s: float) -> Told:
+def _fill_screen(samples: Iterator[Sample], events: Sequence[Event], every_s: float) -> TerminalEvent:
     """Renews the screen until the job ends, or the user or the terminal says that it must be left."""
     from rich.console import Console
     from rich.live import Live
@@ -136,12 +139,12 @@ def _fill_screen(samples: Iterator[Sample], events: Sequence[Event], every_s: fl
     from coarse.cli.display.top_view import view
 
     console = Console(highlight=False)
-    with Keys("q") as keys, Live(console=console, screen=True, auto_refresh=False) as live:
+    with TerminalInput("q") as terminal, Live(console=console, screen=True, auto_refresh=False) as live:
         for sample in samples:
             live.update(view(sample, events, most_rows=_most_rows(console)), refresh=True)
-            if (told := keys.wait(every_s)) not in (Told.NOTHING, Told.RESIZED):
-                return told
-    return Told.NOTHING
+            if (event := terminal.wait(every_s)) not in (TerminalEvent.NOTHING, TerminalEvent.RESIZED):
+                return event
+    return TerminalEvent.NOTHING
 
 
 def _most_rows(console: Console) -> int:

@@ -84,7 +84,7 @@ class Client:
         table: The clients that each memory device of this node serves. This worker's own device takes its
             contributions until adopt_routing() is called.
         emulation: Emulated links; None without emulation.
-        connections: One to each memory device; all devices have welcomed this client.
+        connections: One to each memory device; all devices have accepted this client.
         segment_fd, doorbells_fd, metrics_fd, epochs_fd: Descriptors that the local device sent with its welcome; the
             caller closes them. There are epochs only if new workers take the places of lost ones.
         is_newcomer: Whether this worker has the place of a lost one. Until join_training() returns, it exchanges
@@ -133,7 +133,7 @@ class Client:
         """Whether some workers of the session are on other nodes."""
         self.is_newcomer = is_newcomer
         """Whether this worker has the place of a lost one, and does not take part yet."""
-        self._has_buffers = False  # a newcomer has none, but counts their registrations
+        self._has_counted_staging = False  # a newcomer has none, but counts their registrations
         self._boundary: StepBoundary | None = None
         self._on_entry: list[Callable[[], object]] = []
         self.members = Members({*ranks, *agreement.ranks_elsewhere} - {*vacant})
@@ -180,7 +180,7 @@ class Client:
             self._native, connections, agreement, self._requests, self._failure_detector, self.metrics
         )
         if self.warn_after_s:
-            self._log_late_waits()
+            self._log_long_waits()
 
     def _open_native(self, segment_fd: int, doorbells_fd: int, epochs_fd: int, pace: Pace) -> _native.Client:
         return _native.Client(
@@ -213,7 +213,7 @@ class Client:
             replicas=self._settings.replicas,
         )
 
-    def _log_late_waits(self) -> None:
+    def _log_long_waits(self) -> None:
         # The data path lives as long as this object and must not keep it alive.
         tell_late = weakref.WeakMethod(self.tell_late)
         self._native.tell_of_lateness(
@@ -495,9 +495,9 @@ class Client:
         self.check(status, lambda: f"an all-reduce of {num_elements} x {dtype}")
 
     def _count_buffers(self) -> None:
-        """Takes the number that the others have given their buffers when they made the same call."""
-        if not self._has_buffers:
-            self._has_buffers = True
+        """Counts the buffers as the other workers do in the same call: they give them a group number."""
+        if not self._has_counted_staging:
+            self._has_counted_staging = True
             self._groups.take_id()
 
     def open_boundary(self, next_group: int = 0) -> None:
@@ -530,7 +530,7 @@ class Client:
         return 0 if self._boundary is None else self._boundary.num_steps
 
     def begin_step(self) -> frozenset[int]:
-        """Goes over the boundary between two steps; every member calls it between the same two pushes.
+        """Crosses the boundary between two steps; every member calls it between the same two pushes.
 
         Returns:
             Ranks of the newcomers that take part from now on; the same on every worker.
@@ -645,7 +645,7 @@ class Client:
 
     def release_buffers(self) -> None:
         """Releases the memory that all_reduce() keeps for its next call, when every worker has called this."""
-        self._has_buffers = False
+        self._has_counted_staging = False
         staging, self._staging = self._staging, None
         if staging is not None:
             staging.close()
@@ -675,7 +675,7 @@ class Client:
             )
         if status == _native.WaitStatus.NO_CONTRIBUTION:
             raise WorkerLostError(
-                f"worker {self.rank}: nobody has contributed to {describe()}: the worker that was to do so is lost. "
+                f"worker {self.rank}: nobody has contributed to {describe()}: the worker that had to is lost. "
                 "Let one of `session.members` do it, or start the job again"
             )
         is_silent = status == _native.WaitStatus.DEVICE_SILENT
@@ -721,8 +721,8 @@ class Client:
         """Workers of this node that have not pushed a tensor for whose result this worker waits."""
         return sorted({client for group in self._groups for client in group.late_clients()} - {self.number})
 
-    def _advice(self, late: Sequence[int], *, explains: bool = False) -> str:
-        """Where late workers are, with advice, as the end of a sentence; `explains` asks the first one."""
+    def _advice(self, late: Sequence[int], *, asks_first: bool = False) -> str:
+        """Where late workers are, with advice, as the end of a sentence; `asks_first` asks the first one."""
         if stopped := self._stopped_devices():  # pushes to it look like pushes that are missing
             return stopped
         if not late:
@@ -738,7 +738,7 @@ class Client:
                 f"different points of the training. If one of them ran out of data first, {_EQUAL_DATA}"
             )
         names = " and ".join(self.names[client] for client in late)
-        if explains and (place := self.explain_worker(self.names[late[0]])):
+        if asks_first and (place := self.explain_worker(self.names[late[0]])):
             return (
                 f". {self.names[late[0]]} {place} (all stacks: coarse status --stacks); if it ran out of data "
                 f"first, {_EQUAL_DATA}"
@@ -781,7 +781,7 @@ class Client:
                 self.rank,
                 waited_s,
                 self.describe_wait() or "other workers",
-                self._advice(self._late_clients(), explains=True),
+                self._advice(self._late_clients(), asks_first=True),
                 self.timeout_s,
             ),
         )

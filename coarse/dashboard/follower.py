@@ -6,8 +6,8 @@ import logging
 import threading
 from collections.abc import Callable
 
-from coarse.dashboard.checks import check_sample
 from coarse.dashboard.history import History, Recorder, as_values
+from coarse.dashboard.sample_validation import check_sample
 from coarse.dashboard.samples import RUNS, Sample
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO, TypeAlias
 
-from coarse.dashboard.checks import SampleError, check_sample
+from coarse.dashboard.sample_validation import SampleError, check_sample
 from coarse.dashboard.samples import Sample
 from coarse.errors import CoarseError
 

@@ -1,4 +1,4 @@
-"""NCCL, as it lies in a Python environment or on the machine: all-reduces between GPUs."""
+"""Finds NCCL, which all-reduces between GPUs, in the Python environment or on the system."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # only imported with GPUs
 
 
 def write_nccl_id(segment: Segment) -> None:
-    """Names a new communicator, in memory that all devices will map; on the home device.
+    """Writes the unique id of a new communicator into memory that all devices will map; on the home device.
 
     Raises:
         NcclError: If NCCL is missing, or finds no network interface for the devices.

@@ -67,9 +67,11 @@ class NodePorts:
             RendezvousError: If all ports of the range are taken.
         """
         family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-        return self.take(lambda port: socket.create_server((host, port), family=family, backlog=backlog))
+        return self.first_free(
+            lambda port: socket.create_server((host, port), family=family, backlog=backlog)
+        )
 
-    def hold(self, host: str) -> socket.socket:
+    def reserve(self, host: str) -> socket.socket:
         """A socket that keeps a free port of the range from others, and does not listen; the highest ports go first.
 
         Raises:
@@ -79,7 +81,7 @@ class NodePorts:
         family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
         return self._take(range(self.last, self.first - 1, -1), lambda port: _bound(family, host, port))
 
-    def take(self, listen: Callable[[int], socket.socket]) -> socket.socket:
+    def first_free(self, listen: Callable[[int], socket.socket]) -> socket.socket:
         """The first result of `listen` for the ports of the range in turn, or for port 0.
 
         Raises:

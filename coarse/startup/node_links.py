@@ -112,7 +112,7 @@ class NodeLinks:
             RendezvousError: If there are too few.
         """
         for _ in range(self._num_devices):
-            self._holders.append(ports.hold(host))
+            self._holders.append(ports.reserve(host))
         return tuple(holder.getsockname()[1] for holder in self._holders)
 
     def keep(self, node: int, secret: bytes, addresses: Mapping[int, NodeAddress]) -> None:

@@ -16,9 +16,9 @@ from typing import Any
 import tensorflow as tf
 
 from coarse.errors import CoarseError, WorkerLostError
-from coarse.tensorflow.callbacks import guard, share_restored
 from coarse.tensorflow.replacing import replaces
 from coarse.tensorflow.saving import write_whole_files
+from coarse.tensorflow.writing_callbacks import guard, share_restored
 from coarse.timeline import recorder
 
 logger = logging.getLogger(__name__)
@@ -154,28 +154,28 @@ def _patch_distribution(iterator_class: Any, strategy_class: Any) -> None:
 
 
 def _patch_training(trainer_class: Any, method: str, strategy_class: Any) -> None:
-    """Warns of models built outside of scope(), which have no strategy: Keras trains them on each worker separately.
+    """In a scope, rejects models built outside of it; elsewhere warns that each worker trains a model of its own.
 
     Also makes fit() wait for all workers, so that all writes and removals by the first worker's callbacks are
     complete.
     """
-    shows_at = _place_of_verbose(getattr(trainer_class, method))
+    verbose_position = _verbose_position(getattr(trainer_class, method))
 
     @replaces(trainer_class, method)
     def train(original: Any, self: Any, *arguments: Any, **keywords: Any) -> Any:
         if self._distribute_strategy is None:
-            _tell_of_scope(self, tf.distribute.get_strategy(), strategy_class)
+            _check_built_in_scope(self, tf.distribute.get_strategy(), strategy_class)
         elif isinstance(self._distribute_strategy, strategy_class):
             _check_compilable(self)
         if method == "train_on_batch":
             self._has_own_statistics = True
-            with _told_shortly():
+            with _shortened_errors():
                 return original(self, *arguments, **keywords)
         self._averages_at_epochs = True
         try:
-            if len(arguments) < shows_at:
-                keywords = _quieted(self, keywords, strategy_class)
-            with _told_shortly():
+            if len(arguments) < verbose_position:
+                keywords = _progress_on_first_worker(self, keywords, strategy_class)
+            with _shortened_errors():
                 returned = original(self, *arguments, **keywords)
         finally:
             self._averages_at_epochs = False
@@ -196,7 +196,7 @@ def _patch_steps(trainer_class: Any, strategy_class: Any) -> None:
         if recorder.is_recording():
             self.train_function = _recorded(self.train_function)
         if isinstance(self._distribute_strategy, strategy_class):
-            self.train_function = _followed(self.train_function, self._distribute_strategy)
+            self.train_function = _with_membership_checks(self.train_function, self._distribute_strategy)
         return returned
 
 
@@ -209,8 +209,8 @@ def _recorded(step: Callable[..., Any]) -> Callable[..., Any]:
     return recorded
 
 
-def _followed(step: Callable[..., Any], strategy: Any) -> Callable[..., Any]:
-    """The step, before which this worker leaves if it is asked to, and after which all know who is lost."""
+def _with_membership_checks(step: Callable[..., Any], strategy: Any) -> Callable[..., Any]:
+    """Wraps the step: before it this worker leaves if asked to; after it all workers agree on lost ones."""
 
     @functools.wraps(step)
     def followed(*arguments: Any) -> Any:
@@ -223,7 +223,7 @@ def _followed(step: Callable[..., Any], strategy: Any) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def _told_shortly() -> Iterator[None]:
+def _shortened_errors() -> Iterator[None]:
     """Removes TensorFlow's traceback of the graph from an error of COARSE, so that COARSE's message is first."""
     try:
         yield
@@ -234,8 +234,8 @@ def _told_shortly() -> Iterator[None]:
         raise type(error)(error.node_def, error.op, said.group(1)) from None
 
 
-def _place_of_verbose(method: Any) -> int:
-    """Number of positional arguments that include `verbose`; larger than any possible number if it has none."""
+def _verbose_position(method: Any) -> int:
+    """Number of positional arguments that include `verbose`; of all arguments if it has none."""
     names = list(inspect.signature(method).parameters)
     return names.index("verbose") if "verbose" in names else len(names)
 
@@ -245,18 +245,18 @@ def _patch_inference(trainer_class: Any, method: str, strategy_class: Any) -> No
 
     Also makes predict() return all rows if a worker is lost meanwhile.
     """
-    shows_at = _place_of_verbose(getattr(trainer_class, method))
+    verbose_position = _verbose_position(getattr(trainer_class, method))
 
     @replaces(trainer_class, method)
     def infer(original: Any, self: Any, *arguments: Any, **keywords: Any) -> Any:
         if getattr(self, "_has_own_statistics", False):
             _average_statistics(self, strategy_class)
             self._has_own_statistics = False
-        if len(arguments) < shows_at:
-            keywords = _quieted(self, keywords, strategy_class)
+        if len(arguments) < verbose_position:
+            keywords = _progress_on_first_worker(self, keywords, strategy_class)
         averages, self._averages_at_epochs = getattr(self, "_averages_at_epochs", False), False
         try:
-            with _told_shortly():
+            with _shortened_errors():
                 if method == "evaluate" or not isinstance(self._distribute_strategy, strategy_class):
                     return original(self, *arguments, **keywords)
                 predict = functools.partial(original, self, *arguments, **keywords)
@@ -296,15 +296,15 @@ def _average_statistics(model: Any, strategy_class: Any) -> None:
     strategy = model._distribute_strategy
     if not isinstance(strategy, strategy_class) or strategy.num_replicas_in_sync == 1:
         return
-    gathered = _gathered_weights(model)
-    if not gathered:
+    averaged = _statistics_weights(model)
+    if not averaged:
         return
-    own = [tf.cast(tf.convert_to_tensor(weight.value), tf.float64) for weight in gathered]
-    for weight, mean in zip(gathered, strategy.reduce("MEAN", own, axis=None), strict=True):
+    own = [tf.cast(tf.convert_to_tensor(weight.value), tf.float64) for weight in averaged]
+    for weight, mean in zip(averaged, strategy.reduce("MEAN", own, axis=None), strict=True):
         weight.assign(tf.cast(mean, weight.dtype))
 
 
-def _gathered_weights(model: Any) -> list[Any]:
+def _statistics_weights(model: Any) -> list[Any]:
     """Weights that layers change without training, such as BatchNormalization's statistics; not frozen weights.
 
     Frozen weights, possibly a whole pretrained model, are equal on all workers and need no transfer.
@@ -318,7 +318,7 @@ def _gathered_weights(model: Any) -> list[Any]:
     return list(found.values())
 
 
-def _quieted(model: Any, keywords: dict[str, Any], strategy_class: Any) -> dict[str, Any]:
+def _progress_on_first_worker(model: Any, keywords: dict[str, Any], strategy_class: Any) -> dict[str, Any]:
     """Keywords that restrict progress output to the first worker, unless the caller passes `verbose`."""
     strategy = model._distribute_strategy
     is_first = not isinstance(strategy, strategy_class) or strategy.is_chief
@@ -327,7 +327,12 @@ def _quieted(model: Any, keywords: dict[str, Any], strategy_class: Any) -> dict[
     return keywords | {"verbose": 0}
 
 
-def _tell_of_scope(model: Any, current: Any, strategy_class: Any) -> None:
+def _check_built_in_scope(model: Any, current: Any, strategy_class: Any) -> None:
+    """Warns that each worker trains a model of its own.
+
+    Raises:
+        ValueError: If `current` is a strategy of several workers.
+    """
     if isinstance(current, strategy_class) and current.num_replicas_in_sync > 1:
         raise ValueError(
             f"model {model.name!r} was built outside of strategy.scope(): its variables have other values on each "
@@ -483,15 +488,15 @@ def _patch_gradients(optimizer_class: Any, strategy_class: Any) -> None:
                     gradient.set_shape(variable.shape)
         context = tf.distribute.get_replica_context()
         if context is None or not isinstance(context.strategy, strategy_class):
-            _tell_of_run(self, strategy_class)
+            _warn_outside_run(self, strategy_class)
             return original(self, grads_and_vars)
         if context.num_replicas_in_sync > 1:
-            _tell_of_sums(self, context)
+            _warn_of_summed_gradients(self, context)
         with context.reducing_for_updates():
             return original(self, grads_and_vars)
 
 
-def _tell_of_sums(optimizer: Any, context: Any) -> None:
+def _warn_of_summed_gradients(optimizer: Any, context: Any) -> None:
     """Warns that gradients are summed over the workers if no Keras loss was scaled in this step.
 
     Checked in an optimizer's first step, because losses of later steps may be in functions traced earlier.
@@ -513,7 +518,7 @@ def _tell_of_sums(optimizer: Any, context: Any) -> None:
     )
 
 
-def _tell_of_run(optimizer: Any, strategy_class: Any) -> None:
+def _warn_outside_run(optimizer: Any, strategy_class: Any) -> None:
     strategy = getattr(optimizer, "_distribution_strategy", None)
     is_told = getattr(optimizer, "_is_told_of_run_by_coarse", False)
     if is_told or not isinstance(strategy, strategy_class) or strategy.num_replicas_in_sync == 1:

@@ -104,7 +104,7 @@ def _serve_store(process_group: Any) -> Any:
     if dist.get_rank(process_group) == 0:
         host = rendezvous_host(_reachable_host())
         ports = NodePorts.parse(settings.node_ports)
-        store = _serve_at(ports.take(lambda port: listen_for_workers(host, port)), host, timeout)
+        store = _serve_at(ports.first_free(lambda port: listen_for_workers(host, port)), host, timeout)
         server[0] = (host, store.port)
     first = dist.get_global_rank(process_group, 0)
     within(

@@ -42,7 +42,7 @@ _FEWEST_STEPS_APART = 10
 _LATENCY_BYTES = 4096
 
 _LEAST_GAIN_ON_HOST = 0.1
-"""Least saving: a host's profile times copies, but sync cores reduce in place, so estimates are rough."""
+"""Least saving: on a host, the profile measures copies, but sync cores reduce in place, so estimates are rough."""
 
 
 class Replanner:
@@ -51,8 +51,8 @@ class Replanner:
     Args:
         session: The group's session.
         group: The group whose steps are counted.
-        profile: The measured links; the same on every worker. None without measurements: then `dual_sync` must be no
-            estimate, and links are not checked.
+        profile: The measured links; the same on every worker. None without measurements: then `dual_sync` must be not
+            "auto", and links are not checked.
         plan: The plan made from the profile at the session's start.
         dual_sync: "off", "auto", or the number of bytes for the memory devices.
         own_path: The way of direct all-reduce; "auto" takes the fastest for each size (profiler/direct_allreduce.py).
@@ -225,7 +225,7 @@ class Replanner:
                 by_traffic, by_probes = self._num_timed
                 self._decide(
                     f"step {self._num_steps}: w{worker} goes {_route(new)} instead of {_route(old)} "
-                    f"({by_traffic} times from traffic, {by_probes} from probes)"
+                    f"({by_traffic} timings from traffic, {by_probes} from probes)"
                 )
 
     def _times_of_traffic(self, sizes: Sequence[int]) -> dict[PathId, dict[int, float]]:

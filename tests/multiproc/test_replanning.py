@@ -212,7 +212,7 @@ def test_real_traffic_alone_shows_that_its_link_degrades(job):
             assert [line.split(" instead")[0] for line in moves] == [
                 f"step {degraded_after + every}: w0 goes to md0"
             ]
-            assert "times from traffic" in moves[0]
+            assert "timings from traffic" in moves[0]
 
     best_of(check)
 

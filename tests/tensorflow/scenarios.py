@@ -296,7 +296,7 @@ def averaged_weights() -> list[str]:
     """Names of the weights that workers average, of a model with a frozen layer."""
     frozen = keras.layers.Dense(3, trainable=False)
     model = keras.Sequential([keras.Input((8,)), frozen, keras.layers.BatchNormalization()])
-    return [weight.name for weight in keras_patches._gathered_weights(model)]
+    return [weight.name for weight in keras_patches._statistics_weights(model)]
 
 
 @contextlib.contextmanager

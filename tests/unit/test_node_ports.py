@@ -60,11 +60,11 @@ def test_a_port_whose_listener_has_closed_is_free_although_its_connections_last(
 
 def test_ports_that_are_held_are_the_last_ones_and_can_be_listened_at_later():
     ports = free_ports(3)
-    with ports.hold(HOST) as last, ports.hold(HOST) as middle, ports.listen(HOST, backlog=1) as first:
+    with ports.reserve(HOST) as last, ports.reserve(HOST) as middle, ports.listen(HOST, backlog=1) as first:
         held = [each.getsockname()[1] for each in (first, middle, last)]
         assert held == [ports.first, ports.first + 1, ports.last]
         with pytest.raises(RendezvousError, match="all 3 ports of"):
-            ports.hold(HOST)
+            ports.reserve(HOST)
         socket.create_server(last.getsockname()).close()
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-_TABLE_WIDTH = 150
+TABLE_WIDTH = 150
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Prints a table; lines longer than the terminal are not truncated."""
+    """Prints a table, folded at TABLE_WIDTH columns whatever the terminal's width."""
     from rich import box
     from rich.console import Console
     from rich.markup import escape
@@ -19,7 +19,7 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
         table.add_column(column, overflow="fold")
     for row in rows:
         table.add_row(*(escape(cell) for cell in row))
-    Console(width=_TABLE_WIDTH, highlight=False).print(table)
+    Console(width=TABLE_WIDTH, highlight=False).print(table)
 
 
 def format_size(nbytes: int) -> str:

@@ -1,4 +1,4 @@
-"""The terminal of a command that fills the screen: single keys, Ctrl-Z, and changes of its size."""
+"""The terminal of a command that fills the screen: single terminal, Ctrl-Z, and changes of its size."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from types import FrameType
 
 
-class Told(enum.Enum):
+class TerminalEvent(enum.Enum):
     """Input from the user or the terminal; a later value overrides earlier ones."""
 
     NOTHING = enum.auto()
@@ -27,11 +27,15 @@ class Told(enum.Enum):
     QUIT = enum.auto()
 
 
-_SIGNALS = {signal.SIGWINCH: Told.RESIZED, signal.SIGCONT: Told.CONTINUED, signal.SIGTSTP: Told.SUSPEND}
+_SIGNALS = {
+    signal.SIGWINCH: TerminalEvent.RESIZED,
+    signal.SIGCONT: TerminalEvent.CONTINUED,
+    signal.SIGTSTP: TerminalEvent.SUSPEND,
+}
 
 
-class Keys:
-    """Single keys and signals of the terminal, within a `with` block in the main thread; Ctrl-C stays a signal.
+class TerminalInput:
+    """Single terminal and signals of the terminal, within a `with` block in the main thread; Ctrl-C stays a signal.
 
     Args:
         quit_key: The key that ends the command.
@@ -43,7 +47,7 @@ class Keys:
         self._signals = -1
         self._block = contextlib.ExitStack()
 
-    def __enter__(self) -> Keys:
+    def __enter__(self) -> TerminalInput:
         with contextlib.ExitStack() as block:
             self._signals = block.enter_context(_signals_in_a_pipe())
             for fd in self._inputs:
@@ -55,25 +59,25 @@ class Keys:
     def __exit__(self, *_: object) -> None:
         self._block.close()
 
-    def wait(self, timeout_s: float) -> Told:
+    def wait(self, timeout_s: float) -> TerminalEvent:
         """Waits at most `timeout_s` for a signal or the key; QUIT also if the terminal is gone."""
         until_s = time.monotonic() + timeout_s
-        told = Told.NOTHING
-        while told is Told.NOTHING:
+        event = TerminalEvent.NOTHING
+        while event is TerminalEvent.NOTHING:
             left_s = max(0.0, until_s - time.monotonic())
             ready = select.select([self._signals, *self._inputs], [], [], left_s)[0]
             if not ready:
-                return Told.NOTHING
-            told = max(map(self._read, ready), key=lambda each: each.value)
-        return told
+                return TerminalEvent.NOTHING
+            event = max(map(self._read, ready), key=lambda each: each.value)
+        return event
 
-    def _read(self, fd: int) -> Told:
+    def _read(self, fd: int) -> TerminalEvent:
         data = os.read(fd, 64)
         if fd == self._signals:
-            told = [_SIGNALS[signal.Signals(number)] for number in data if number in _SIGNALS]
-            return max(told, key=lambda each: each.value, default=Told.NOTHING)
+            events = [_SIGNALS[signal.Signals(number)] for number in data if number in _SIGNALS]
+            return max(events, key=lambda each: each.value, default=TerminalEvent.NOTHING)
         is_quit = not data or self._quit_key in data.decode(errors="ignore").lower()
-        return Told.QUIT if is_quit else Told.NOTHING
+        return TerminalEvent.QUIT if is_quit else TerminalEvent.NOTHING
 
 
 def suspend() -> None:
@@ -85,8 +89,8 @@ def suspend() -> None:
 def _signals_in_a_pipe() -> Iterator[int]:
     """Makes the numbers of signals readable, each as a byte; ignored ones stay ignored."""
     reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    heard = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-    handlers = {number: signal.signal(number, _do_nothing) for number in heard}
+    watched = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    handlers = {number: signal.signal(number, _do_nothing) for number in watched}
     wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     try:
         yield reader

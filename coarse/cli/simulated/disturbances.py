@@ -92,7 +92,7 @@ Goodputs = Sequence[tuple[str, "Recovery", float, "Goodput"]]
 """For each recovery of a scheme and each time between failures in hours: its name, the recovery, hours, goodput."""
 
 
-def goodputs(arguments: argparse.Namespace, result: StepResult) -> Goodputs:
+def goodput_by_recovery(arguments: argparse.Namespace, result: StepResult) -> Goodputs:
     """Goodput of a scheme with each of its recoveries.
 
     Raises:
@@ -128,7 +128,7 @@ def print_jitter(pattern: Jitter, all_times: Sequence[StepTimes], undisturbed: S
     """Prints times of steps with jitter and of those without."""
     print_table(
         f"{pattern.num_steps} steps with jitter of {pattern.variation:.0%} (seed {pattern.seed}), simulated",
-        ("scheme", "without, ms", "mean, ms", "median, ms", "99% within, ms", "mean, of without"),
+        ("scheme", "without, ms", "mean, ms", "median, ms", "99% within, ms", "mean / without"),
         [
             (
                 times.scheme,

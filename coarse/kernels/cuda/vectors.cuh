@@ -1,4 +1,4 @@
-// Memory access by 16 bytes at a time, and by 8 if narrow elements accompany wide ones.
+// Loads and stores of 16 bytes at a time; of 8 where narrow elements are paired with wide ones.
 #pragma once
 
 #include "elements.cuh"

@@ -1,4 +1,4 @@
-"""Parameters of a simulation, each with where it comes from."""
+"""Parameters of a simulation, each with its source."""
 
 from __future__ import annotations
 

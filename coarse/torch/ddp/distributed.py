@@ -91,7 +91,7 @@ class DistributedDataParallel(UnsupportedFeatures):
         - A layer that is thawed after wrapping (requires_grad_(True), on all workers) is averaged from the next
           forward on; torch's class never averages it.
         - A copy, deep or pickled, is registered in its first forward with gradients. That forward is collective, as
-          wrapping is. A copy that is kept only for its weights costs nothing, on one worker or on all.
+          wrapping is. A copy without a forward is not registered: one worker alone may keep it.
 
     Args:
         module: The module to train. Parameters and buffers named in its attribute
@@ -520,7 +520,7 @@ class DistributedDataParallel(UnsupportedFeatures):
             raise SystemExit(0)
 
     def _begin_step(self) -> None:
-        """Lets newcomers take part from now on, if they may and the last step is complete: it has updated."""
+        """Lets newcomers take part from now on, if the job allows it and the last step has updated."""
         if self._replacement is None:
             return
         if self._replacement.begin_step() and self._buffers_broadcast is not None:
