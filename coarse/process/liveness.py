@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import socket
 
-PRESENCE_BACKLOG = 1024
-"""Backlog of a Presence's listener: one connection for each other node."""
+LIVENESS_BACKLOG = 1024
+"""Backlog of a LivenessListener: one connection for each other node."""
 
 
-class Presence:
+class LivenessListener:
     """A socket that listens but never accepts: a connection to it lasts as long as this process.
 
     Args:
@@ -33,7 +33,7 @@ class LivenessProbe:
     """Checks whether another process still exists. Never blocks.
 
     Args:
-        host, port: Address of its Presence; "" and 0 if it has none.
+        host, port: Address of its LivenessListener; "" and 0 if it has none.
     """
 
     def __init__(self, host: str, port: int) -> None:

@@ -82,7 +82,7 @@ def profile_from_links(
 
 
 def sync_costs_from_links(
-    links: LinkTable, tables: Sequence[RoutingTable], *, own_path: str = AUTO
+    links: LinkTable, tables: Sequence[RoutingTable], *, allreduce_algorithm: str = AUTO
 ) -> SyncCosts:
     """Seconds per byte by either way, with the resulting load on all links.
 
@@ -93,10 +93,10 @@ def sync_costs_from_links(
     Args:
         links: The machine's links.
         tables: The routing table of each worker.
-        own_path: The way of direct all-reduce for large shards: "auto" for the fastest one.
+        allreduce_algorithm: Algorithm of direct all-reduce for large shards: "auto" for the fastest one.
     """
     proxy = _devices_traffic(links, tables)
-    worker = _workers_traffic(links, widest_collective(collectives_from_links(links), own_path))
+    worker = _workers_traffic(links, widest_collective(collectives_from_links(links), allreduce_algorithm))
 
     def seconds(bucket: int, traffic: Traffic) -> float:
         return _us_per_byte(links, bucket, traffic) / _US_PER_S

@@ -34,7 +34,7 @@ from coarse.proxy.recovery.replication import REFILL_GROUP, REFILL_VALUE, Replic
 from coarse.proxy.registrar import Registrar
 from coarse.proxy.snapshots.snapshot_service import SnapshotService
 from coarse.proxy.storage_service import StorageService
-from coarse.proxy.workers import WorkerConnection, Workers
+from coarse.proxy.workers import WorkerConnection, WorkerConnections
 from coarse.wire.device_job import HOME_DEVICE, DeviceJob
 from coarse.wire.failure_messages import (
     LEFT,
@@ -102,7 +102,7 @@ class MemoryDevice:
         self._loop = EventLoop()
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._loop.watch(self._event_fd, self._take_proxy_events)
-        self._workers = Workers(job, self._loop, self)
+        self._workers = WorkerConnections(job, self._loop, self)
         self._peers = Peers(job, self._loop, on_message=self._hear_peer, on_lost=self._lose_peer)
         self._mailbox = Mailbox(self._loop)
         self._data_path = DataPath(

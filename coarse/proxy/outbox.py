@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 
 from coarse.proxy.event_loop import EventLoop
-from coarse.wire.messages import Channel, Message
+from coarse.wire.messages import ControlChannel, Message
 
 SendToWorker = Callable[[int, Message, Sequence[int]], None]
 """Sends a message and descriptors to a client; does nothing if it is gone."""
@@ -15,7 +15,7 @@ SendToPeers = Callable[[Message, Sequence[int]], None]
 """Sends a message and descriptors to every other memory device."""
 
 
-def send(loop: EventLoop, channel: Channel, message: Message, fds: Sequence[int] = ()) -> None:
+def send(loop: EventLoop, channel: ControlChannel, message: Message, fds: Sequence[int] = ()) -> None:
     """Sends a message; `loop`, which watches the socket, sends the rest when the socket accepts more.
 
     Does nothing if the other end is gone; the reader of the connection notices that.
@@ -26,7 +26,7 @@ def send(loop: EventLoop, channel: Channel, message: Message, fds: Sequence[int]
         loop.flush_later(channel.fileno(), lambda: _flush(channel))
 
 
-def _flush(channel: Channel) -> bool:
+def _flush(channel: ControlChannel) -> bool:
     """Whether no output is left; True also if the other end is gone."""
     try:
         return channel.flush()

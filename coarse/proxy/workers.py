@@ -19,7 +19,7 @@ from coarse.proxy.event_loop import EventLoop
 from coarse.security.local_sockets import peer_of
 from coarse.security.strangers import Acceptor, RareWarnings
 from coarse.wire.device_job import DeviceJob
-from coarse.wire.messages import Channel, Message, Received, int_field
+from coarse.wire.messages import ControlChannel, Message, Received, int_field
 from coarse.wire.socket_directory import OwnSocket, socket_path
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ _HELLO_TIMEOUT_S = 30.0
 class WorkerConnection:
     """A connection that becomes a worker's after its hello message."""
 
-    def __init__(self, loop: EventLoop, channel: Channel, pid: int) -> None:
+    def __init__(self, loop: EventLoop, channel: ControlChannel, pid: int) -> None:
         self._loop = loop
         self.channel = channel
         self.pid = pid
@@ -96,7 +96,7 @@ class WorkerHandler(Protocol):
         """
 
 
-class Workers:
+class WorkerConnections:
     """Every connection of a memory device to a worker. Used from the control thread alone.
 
     Args:
@@ -210,7 +210,7 @@ class Workers:
             connection.close()
             return
         connection.setblocking(False)
-        worker = WorkerConnection(self._loop, Channel(connection, is_proved=False), pid)
+        worker = WorkerConnection(self._loop, ControlChannel(connection, is_proved=False), pid)
         unproved = [each for each in self._connections if each.is_unproved]
         if len(unproved) >= _MOST_UNPROVED:
             self._drop(

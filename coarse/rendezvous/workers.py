@@ -24,7 +24,7 @@ from coarse.errors import (
     is_follow_up,
     told_error,
 )
-from coarse.process.liveness import PRESENCE_BACKLOG, LivenessProbe, Presence
+from coarse.process.liveness import LIVENESS_BACKLOG, LivenessListener, LivenessProbe
 from coarse.security.node_ports import NodePorts
 from coarse.store import Store
 
@@ -44,27 +44,27 @@ class WorkerAddress:
         host: Equal for workers that can share memory: those of one node.
         pid: Process id of the worker on that host.
         started: Start time of the process, in kernel units. Distinguishes it from a later process with the same pid.
-        presence_host, presence_port: Address of its Presence, for workers of other nodes; "" and 0 if it has none.
+        liveness_host, liveness_port: Address at which other nodes' workers probe it; "" and 0 if it has none.
     """
 
     host: str
     pid: int
     started: int
-    presence_host: str = ""
-    presence_port: int = 0
+    liveness_host: str = ""
+    liveness_port: int = 0
 
     @classmethod
-    def of_this_process(cls, node: str = "", presence: Presence | None = None) -> WorkerAddress:
+    def of_this_process(cls, node: str = "", liveness: LivenessListener | None = None) -> WorkerAddress:
         """Args:
         node: As in Settings.
-        presence: Lets other nodes notice the end of this process.
+        liveness: Lets other nodes notice the end of this process.
         """
         return cls(
             host=host_identity(node),
             pid=os.getpid(),
             started=_start_time(os.getpid()),
-            presence_host="" if presence is None else presence.host,
-            presence_port=0 if presence is None else presence.port,
+            liveness_host="" if liveness is None else liveness.host,
+            liveness_port=0 if liveness is None else liveness.port,
         )
 
     def lives_here(self) -> bool:
@@ -180,32 +180,32 @@ class PeerWatch:
         self._node = node
         self._store = store
         self._has_heard = False
-        self._presence: Presence | None = None
-        self._no_presence: RendezvousError | None = None
+        self._liveness: LivenessListener | None = None
+        self._no_liveness: RendezvousError | None = None
         if reached_at:
-            self._open_presence(reached_at, ports or NodePorts())
+            self._open_liveness(reached_at, ports or NodePorts())
         self._pids: dict[int, int] = {}
         self._pidfds: dict[int, int] = {}
         self._gone: set[int] = set()  # ended before the watch began
         self._elsewhere: dict[int, WorkerAddress] = {}
         self._probes: dict[int, LivenessProbe] = {}
 
-    def _open_presence(self, host: str, ports: NodePorts) -> None:
+    def _open_liveness(self, host: str, ports: NodePorts) -> None:
         try:
-            self._presence = Presence(ports.listen(host, backlog=PRESENCE_BACKLOG))
+            self._liveness = LivenessListener(ports.listen(host, backlog=LIVENESS_BACKLOG))
         except RendezvousError as error:
-            self._no_presence = error
+            self._no_liveness = error
         except OSError:  # link_nodes() reports it
             pass
 
-    def require_presence(self) -> None:
+    def require_liveness(self) -> None:
         """Raises RendezvousError if other nodes cannot notice the end of this process, for all ports are taken."""
-        if self._no_presence is not None:
-            raise self._no_presence
+        if self._no_liveness is not None:
+            raise self._no_liveness
 
     def own_address(self) -> WorkerAddress:
         """The address of this process, for the other workers."""
-        return WorkerAddress.of_this_process(self._node, self._presence)
+        return WorkerAddress.of_this_process(self._node, self._liveness)
 
     def add(self, rank: int, address: WorkerAddress) -> None:
         """Starts to watch a worker. If it has already ended, get() still returns its values, and check() raises."""
@@ -349,10 +349,10 @@ class PeerWatch:
     def _look_out_for(self, rank: int) -> LivenessProbe:
         address = self._elsewhere[rank]
         if rank not in self._probes:
-            self._probes[rank] = LivenessProbe(address.presence_host, address.presence_port)
+            self._probes[rank] = LivenessProbe(address.liveness_host, address.liveness_port)
         probe = self._probes[rank]
         if probe.problem:
-            where = f"{address.presence_host} port {address.presence_port} ({probe.problem})"
+            where = f"{address.liveness_host} port {address.liveness_port} ({probe.problem})"
             logger.warning(
                 "[w%s] worker %s (pid %s) cannot be reached at %s: it has ended or is behind a firewall",
                 *(self._identity.rank, rank, address.pid, where),
@@ -408,15 +408,15 @@ class PeerWatch:
             os.close(self._pidfds.popitem()[1])
         for probe in self._probes.values():
             probe.close()
-        if self._presence is not None:
-            self._presence.close()
+        if self._liveness is not None:
+            self._liveness.close()
 
     def __enter__(self) -> PeerWatch:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None and self._presence is not None and self._store is not None:
-            self._store.set(f"{_STARTED}/{self._identity.rank}", b"")  # its presence ends without an error
+        if kind is None and self._liveness is not None and self._store is not None:
+            self._store.set(f"{_STARTED}/{self._identity.rank}", b"")  # its connection ends without an error
         self.close()
 
     def _loss(self, ranks: Sequence[int]) -> WorkerLostError:

@@ -103,7 +103,7 @@ class Start:
         with watch.telling():
             check_nodes(settings, nodes.num_nodes)
             check_ports(settings, nodes, nodes.node_of(identity.rank))
-            watch.require_presence()
+            watch.require_liveness()
             check_emulated_nodes(settings, nodes)
             check_losses(
                 settings,

@@ -195,9 +195,9 @@ def _start_missing(
             "%s cannot reach each other's memory: memory devices there copy data through the host, except with NCCL",
             ", ".join(distant),
         )
-    kept_in = None if found is None else found.directory
+    persistent_directory = None if found is None else found.directory
     if keeping is not None and found is None:
-        kept_in = make_session_directory(keeping.attempt.job, keeping.session)
+        persistent_directory = make_session_directory(keeping.attempt.job, keeping.session)
     timeout_s, watch = settings.timeout_s, joining.watch
     with (
         shared_link_table(
@@ -215,9 +215,9 @@ def _start_missing(
             links=links,
             emulation=emulation,
             link_table_fd=link_table_fd,
-            kept_in=kept_in,
+            persistent_directory=persistent_directory,
             replaces=lost,
-            introduce=introducer(str(kept_in), settings, watch),
+            introduce=introducer(str(persistent_directory), settings, watch),
         )
     return processes.directory, processes
 

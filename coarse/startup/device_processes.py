@@ -50,9 +50,9 @@ class DeviceProcesses:
         links: This node's connections to the other nodes.
         emulation: Emulated links; None without emulation.
         link_table_fd: The link table, if nodes share it; the caller closes it. -1 if the home device writes it.
-        kept_in: An empty directory in which the workers of another attempt can find the devices. The devices then
-            wait for that attempt if workers are lost. None if they end with the workers.
-        replaces: Lost devices of `kept_in` that the new ones replace; None to start all.
+        persistent_directory: An empty directory in which the workers of another attempt can find the devices. The
+            devices then wait for that attempt if workers are lost. None if they end with the workers.
+        replaces: Lost devices of `persistent_directory` that the new ones replace; None to start all.
         introduce: Gives a live device a connection to a new one. Receives both device numbers and a descriptor, which
             the caller closes.
 
@@ -70,12 +70,12 @@ class DeviceProcesses:
         links: NodeLinks,
         emulation: Emulation | None,
         link_table_fd: int = -1,
-        kept_in: Path | None = None,
+        persistent_directory: Path | None = None,
         replaces: frozenset[int] | None = None,
         introduce: Callable[[int, int, int], None] | None = None,
     ) -> None:
-        self._scratch = Scratch("session") if kept_in is None else None
-        self.directory = str(kept_in if self._scratch is None else self._scratch.path)
+        self._scratch = Scratch("session") if persistent_directory is None else None
+        self.directory = str(persistent_directory if self._scratch is None else self._scratch.path)
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._memory_watch = OutOfMemoryWatch()
         started = range(table.num_devices) if replaces is None else sorted(replaces)
@@ -101,11 +101,11 @@ class DeviceProcesses:
                         link_fds=links.fds_of_device(device),
                         reconnection=links.plan_of_device(device),
                         token=token_file.read_text(),
-                        keep_s=0.0 if kept_in is None else settings.keep_devices,
+                        keep_s=0.0 if persistent_directory is None else settings.keep_devices,
                     )
                     self._processes[device] = _start(job)
-            if kept_in is not None:
-                self._note_in(kept_in, table)
+            if persistent_directory is not None:
+                self._note_in(persistent_directory, table)
             for new, old in itertools.product(started, range(table.num_devices)):
                 peer = peers[old][new]
                 if introduce is not None and old not in started and peer is not None:

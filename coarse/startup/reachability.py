@@ -52,7 +52,7 @@ def check_reach(
 def _reach(rank: int, nodes: NodeMap, store: Store, settings: Settings, watch: PeerWatch) -> None:
     node = nodes.node_of(rank)
     NodePorts.parse(settings.node_ports).check(len(nodes.ranks[node]))
-    watch.require_presence()
+    watch.require_liveness()
     if rank == nodes.ranks[node][0]:
         link_nodes(nodes, node, store, num_devices=1, settings=settings, watch=watch).close()
         store.set(f"reached/{node}", b"")

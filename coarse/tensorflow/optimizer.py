@@ -71,11 +71,11 @@ def DistributedOptimizer(optimizer: Any) -> Any:  # noqa: N802 (takes the place 
     elif reason := strategy.extended._cannot_update():
         _stays(optimizer, reason)
     else:
-        OffloadedUpdates(optimizer, rule, strategy.extended._operations)
+        RemoteUpdates(optimizer, rule, strategy.extended._operations)
     return optimizer
 
 
-class OffloadedUpdates:
+class RemoteUpdates:
     """Replaces methods of one Keras optimizer while memory devices run it.
 
     Args:

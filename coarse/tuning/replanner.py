@@ -55,7 +55,8 @@ class Replanner:
             "auto", and links are not checked.
         plan: The plan made from the profile at the session's start.
         dual_sync: "off", "auto", or the number of bytes for the memory devices.
-        own_path: The way of direct all-reduce; "auto" takes the fastest for each size (profiler/direct_allreduce.py).
+        allreduce_algorithm: For direct all-reduce; "auto" takes the fastest for each size
+            (profiler/direct_allreduce.py).
         every_steps: Steps between two checks of the links; 0 disables them, -1 chooses an interval that costs
             COST_FRACTION of the time.
 
@@ -71,7 +72,7 @@ class Replanner:
         profile: Profile | None,
         plan: LinkPlan,
         dual_sync: str,
-        own_path: str,
+        allreduce_algorithm: str,
         every_steps: int,
     ) -> None:
         self._session = session
@@ -87,7 +88,7 @@ class Replanner:
         self._tables = plan.tables
         self._shard_bytes = plan.shard_bytes
         self._dual_sync = parse_mode(dual_sync)
-        self._own_path = own_path
+        self._allreduce_algorithm = allreduce_algorithm
         self._every_steps = every_steps
         self._is_learning = True
         self._num_steps = 0
@@ -167,7 +168,10 @@ class Replanner:
         else:
             collectives = collectives_from_links(emulation.links)
             sizes = self._group.shard_sizes()
-            chosen = {shard: choose_collective(collectives, sizes[shard], self._own_path) for shard in shards}
+            chosen = {
+                shard: choose_collective(collectives, sizes[shard], self._allreduce_algorithm)
+                for shard in shards
+            }
         self._group.use_direct_allreduce(chosen)
         if chosen:
             ways = ", ".join(f"{count} by {name}" for name, count in sorted(Counter(chosen.values()).items()))
@@ -178,7 +182,9 @@ class Replanner:
         """Seconds per byte by either way: for all links at once if they are known, else for measured pairs."""
         emulation = self._session.emulation
         if emulation is not None:
-            return sync_costs_from_links(emulation.links, self._tables, own_path=self._own_path)
+            return sync_costs_from_links(
+                emulation.links, self._tables, allreduce_algorithm=self._allreduce_algorithm
+            )
         if self._profile is None:
             return SyncCosts(proxy_s_per_byte=0.0, worker_s_per_byte=0.0)  # the settings give a size
         return SyncCosts.of_profile(self._profile, self._tables, shard_bytes=self._shard_bytes)

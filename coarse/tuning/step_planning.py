@@ -40,7 +40,7 @@ class StepPlanning:
         self._replanners: list[Replanner] = []
         self._gpu_planners: list[GpuDualSync] = []
         self._gpu_replanners: list[GpuReplanner] = []
-        self._refusals: list[str] = []
+        self._skipped: list[str] = []
 
     def check(self) -> list[str]:
         """The kinds of planning that are impossible from the start, with reasons, one line each.
@@ -70,7 +70,7 @@ class StepPlanning:
             *self._gpu_replanners,
             *self._replanners,
         )
-        return [*self._refusals, *(line for each in planners for line in each.decisions)]
+        return [*self._skipped, *(line for each in planners for line in each.decisions)]
 
     @property
     def may_reduce_on_host(self) -> bool:
@@ -135,7 +135,7 @@ class StepPlanning:
             profile=self._profile,
             plan=self._plan,
             dual_sync=self._settings.dual_sync if plans_dual_sync else OFF,
-            own_path=self._settings.own_path,
+            allreduce_algorithm=self._settings.own_path,
             every_steps=self._settings.replan_steps if looks_at_links else 0,
         )
         self._replanners.append(replanner)
@@ -153,7 +153,7 @@ class StepPlanning:
         if group.places.on_gpu < group.num_workers:
             reason = "not every worker has its tensors on a GPU"
         if reason:
-            self._refusals.append(f"replanning: none in {group.name}: {reason}")
+            self._skipped.append(f"replanning: none in {group.name}: {reason}")
             return False
         from coarse.tuning.gpu_replanner import GpuReplanner
 
@@ -172,7 +172,7 @@ class StepPlanning:
         return self._may_use_nccl and self._settings.dual_sync != OFF and not looks_at_links
 
     def _refuse(self, group: TensorGroup, reason: str) -> None:
-        self._refusals.append(f"dual synchronisation: none in {group.name}: {reason}")
+        self._skipped.append(f"dual synchronisation: none in {group.name}: {reason}")
 
     def _watch_gpu(self, session: TunedSession, group: TensorGroup, gpu: str) -> None:
         wanted, algorithm = self._settings.dual_sync, self._settings.sync_algorithm

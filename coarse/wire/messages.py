@@ -62,7 +62,7 @@ class Received:
             os.close(self.fds.pop())
 
 
-class Channel:
+class ControlChannel:
     """One end of a control connection. Use it from one thread at a time.
 
     Args:

@@ -16,7 +16,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "multiproc"))
 
 from harness import Job, job_of_test
-from kept_training import finish, join, register, train
+from persistent_training import finish, join, register, train
 from test_memory_kinds import LENGTHS, reducing, specs
 from test_recovery import crash, dies_at
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "multiproc"))
 
-from kept_training import train
+from persistent_training import train
 
 from coarse.client.memory.tensor_bytes import gpu_uuid
 from coarse.env import WorkerIdentity
@@ -29,7 +29,7 @@ from coarse.wire.persistent_sessions import PersistentDevices, find_session_dire
 
 @dataclass
 class Me:
-    """The interface of a worker that kept_training needs."""
+    """The interface of a worker that persistent_training needs."""
 
     identity: WorkerIdentity
     folder: Path

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from kept_attempts import train_in_attempts
+from persistent_attempts import train_in_attempts
 
 from coarse.kernels import _native
 from coarse.machine.memory_name import MemoryName

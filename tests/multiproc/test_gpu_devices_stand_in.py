@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
-from kept_attempts import train_in_attempts
+from persistent_attempts import train_in_attempts
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "tests" / "gpu"

@@ -8,8 +8,8 @@ import socket
 import time
 import urllib.request
 
-import kept_training
 import numpy as np
+import persistent_training
 import pytest
 from harness import LIMIT_S
 from prometheus_client.parser import text_string_to_metric_families
@@ -295,7 +295,7 @@ def test_kept_memory_devices_serve_the_next_attempt_and_remember_failures(job):
                 me.tell()
                 me.hear()
 
-        return kept_training.train(me, attempt, reach, metrics_port=port)
+        return persistent_training.train(me, attempt, reach, metrics_port=port)
 
     first = job.outcomes(2, lambda me: worker(me, 0))
     assert sorted(each.exit_code for each in first) == [-9, 1]
@@ -352,10 +352,10 @@ def test_pools_of_snapshots_are_gauged(job):
 
     def worker(me):
         with me.join(profile="off") as session:
-            group = kept_training.register(session)
+            group = persistent_training.register(session)
             held = group.snapshot() if me.rank == 0 else None
             session.barrier()
-            kept_training.take_step(group, me.rank, 1)
+            persistent_training.take_step(group, me.rank, 1)
             session.barrier()
             if held is not None:
                 found = group.snapshot_statistics()

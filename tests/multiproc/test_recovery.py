@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 from harness import open_descriptors
-from kept_training import LENGTHS, STATES, STEPS, WORKERS, finish, join, register, take_step, train
+from persistent_training import LENGTHS, STATES, STEPS, WORKERS, finish, join, register, take_step, train
 
 from coarse.errors import RendezvousError, SchemaMismatchError
 from coarse.process.scratch import remove_if_abandoned

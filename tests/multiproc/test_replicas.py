@@ -9,7 +9,7 @@ import signal
 import numpy as np
 import pytest
 from harness import LIMIT_S, job_of_test
-from kept_training import STEPS, WORKERS, finish, join, register, take_step, train
+from persistent_training import STEPS, WORKERS, finish, join, register, take_step, train
 
 from coarse.errors import MemoryDeviceLostError
 from coarse.settings import Settings

@@ -387,4 +387,4 @@ def test_what_a_worker_announces_is_json_of_plain_values(job):
     job.run(2, join_and_stay)
     announced = json.loads((job.directory / "store").joinpath("worker%2F%1.value").read_bytes())
     assert announced["world_size"] == 2
-    assert set(announced) == {"world_size", "host", "pid", "started", "presence_host", "presence_port"}
+    assert set(announced) == {"world_size", "host", "pid", "started", "liveness_host", "liveness_port"}

@@ -396,14 +396,14 @@ def what_is_loaded_does_not_get_into_a_snapshot(context: Context) -> None:
     optimizer = offload(context, OPTIMIZERS["adamw"](model.parameters()), model)
     model(context.inputs(1, 16, 8)).square().mean().backward()
     optimizer.step()
-    offloaded = optimizer.offloaded
-    assert offloaded is not None
-    states = offloaded.state()
+    remote = optimizer.remote_parameters
+    assert remote is not None
+    states = remote.state()
     expected = [
         (tensor, array, (states[parameter][state] if state else parameter.detach()).cpu().numpy().tobytes())
-        for parameter, state, tensor, array in offloaded.places()
+        for parameter, state, tensor, array in remote.places()
     ]
-    with offloaded.snapshot() if context.rank == 0 else nullcontext() as snapshot:
+    with remote.snapshot() if context.rank == 0 else nullcontext() as snapshot:
         dist.barrier()
         module.load_state_dict({key: torch.ones_like(value) for key, value in module.state_dict().items()})
         optimizer.load_state_dict({**optimizer.state_dict(), "state": {}})
@@ -447,14 +447,14 @@ def what_is_restored_does_not_get_into_a_snapshot(context: Context) -> None:
         checkpointer.step()
         model(context.inputs(1, 16, 8)).square().mean().backward()
         optimizer.step()
-        offloaded = optimizer.offloaded
-        assert offloaded is not None
+        remote = optimizer.remote_parameters
+        assert remote is not None
         expected = [
             (tensor, array, parameter.detach().cpu().numpy().tobytes())
-            for parameter, state, tensor, array in offloaded.places()
+            for parameter, state, tensor, array in remote.places()
             if not state
         ]
-        with offloaded.snapshot() if context.rank == 0 else nullcontext() as snapshot:
+        with remote.snapshot() if context.rank == 0 else nullcontext() as snapshot:
             dist.barrier()
             checkpointer.restore()
             dist.barrier()

@@ -243,9 +243,9 @@ def a_snapshot_has_parameters_that_were_assigned(context: Context) -> None:
     loss_of(model, context, 0).backward()
     optimizer.step()
     module[0].weight.data = torch.full_like(module[0].weight.data, 0.25)
-    optimizer.offloaded.take_over_writes()
+    optimizer.remote_parameters.take_over_writes()
     if context.rank == 0:
-        with optimizer.offloaded.snapshot() as snapshot:
+        with optimizer.remote_parameters.snapshot() as snapshot:
             kept = torch.frombuffer(bytearray(snapshot.read(0, 0)), dtype=torch.float32)
         assert bool((kept[: module[0].weight.numel()] == 0.25).all())
     dist.barrier()

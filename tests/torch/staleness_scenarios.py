@@ -113,7 +113,7 @@ def what_is_saved_is_exact(context: Context) -> Any:
         loss_of(model, context, step).backward()
         optimizer.step()
     stale = [parameter.detach().clone() for parameter in module.parameters()]
-    with optimizer.offloaded.snapshot() as snapshot:
+    with optimizer.remote_parameters.snapshot() as snapshot:
         kept = torch.frombuffer(bytearray(snapshot.read(0, 0)), dtype=torch.float32)
     saved = module.state_dict()
     first = next(iter(saved.values()))

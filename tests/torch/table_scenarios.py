@@ -305,9 +305,9 @@ def what_does_not_go_with_rows_is_refused(context: Context) -> Any:
     with raises(ValueError, "sparse=True"), model.join():
         pass
     for optimizer, words in (
-        (torch.optim.AdamW(model.parameters()), "AdamW does not update tables by their rows"),
+        (torch.optim.AdamW(model.parameters()), "AdamW does not update parameters by rows"),
         (torch.optim.SGD(model.parameters(), lr=1, momentum=0.9), "momentum=0.9"),
-        (torch.optim.SparseAdam(list(model.parameters())), "updates only tables"),
+        (torch.optim.SparseAdam(list(model.parameters())), "updates only sparse parameters"),
     ):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -325,7 +325,7 @@ def tables_train_after_their_snapshot_was_taken(context: Context) -> Any:
     optimizer.step()
     expected = module.words.weight.detach().clone()
     if context.rank == 0:
-        snapshot = optimizer.offloaded.snapshot()
+        snapshot = optimizer.remote_parameters.snapshot()
     for step in range(1, 4):
         optimizer.zero_grad()
         backward(context, module, loss_of(model, context, step))

@@ -8,7 +8,7 @@ import threading
 
 from coarse.proxy import outbox
 from coarse.proxy.event_loop import EventLoop
-from coarse.wire.messages import Channel
+from coarse.wire.messages import ControlChannel
 
 MESSAGES = 2000
 
@@ -16,7 +16,7 @@ MESSAGES = 2000
 def connected():
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)
-    return Channel(ours), Channel(theirs)
+    return ControlChannel(ours), ControlChannel(theirs)
 
 
 def test_messages_to_one_who_reads_late_arrive_in_order():

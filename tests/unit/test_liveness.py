@@ -8,7 +8,7 @@ import signal
 import socket
 import time
 
-from coarse.process.liveness import LivenessProbe, Presence
+from coarse.process.liveness import LivenessListener, LivenessProbe
 
 LIMIT_S = 30.0
 MANY = 50
@@ -28,12 +28,12 @@ def await_connection(probe):
 
 
 def test_a_process_that_is_killed_is_seen_to_end_by_all_who_look():
-    presence = Presence(socket.create_server(("127.0.0.1", 0), backlog=MANY))
+    listener = LivenessListener(socket.create_server(("127.0.0.1", 0), backlog=MANY))
     pid = os.fork()
     if pid == 0:
         signal.pause()
-    probes = [LivenessProbe(presence.host, presence.port) for _ in range(MANY)]
-    presence.close()  # now only the other process has it
+    probes = [LivenessProbe(listener.host, listener.port) for _ in range(MANY)]
+    listener.close()  # now only the other process has it
     for probe in probes:
         await_connection(probe)
     os.kill(pid, signal.SIGKILL)

@@ -19,7 +19,7 @@ from coarse.wire.messages import (
     MAX_DESCRIPTORS,
     MAX_MESSAGE_BYTES,
     PROTOCOL_VERSION,
-    Channel,
+    ControlChannel,
     Received,
     int_field,
 )
@@ -36,7 +36,7 @@ def open_descriptors():
 def channels():
     """Two connected channels; afterwards no descriptor is left."""
     before = open_descriptors()
-    ours, theirs = (Channel(end) for end in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+    ours, theirs = (ControlChannel(end) for end in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
     theirs.socket.setblocking(False)
     ours.socket.setblocking(False)
     try:

@@ -15,7 +15,7 @@ from coarse.errors import OutOfDeviceMemoryError
 from coarse.proxy.memory import HostMemory
 from coarse.proxy.registrar import Registrar
 from coarse.schema import TensorSpec
-from coarse.wire.messages import Channel
+from coarse.wire.messages import ControlChannel
 from coarse.wire.registration import GroupSchema
 
 SPEC = TensorSpec(name="tensor", dtype="float32", num_elements=10)
@@ -50,7 +50,7 @@ def test_a_refusal_gives_up_what_other_memory_devices_have_sent(tmp_path):
     is_taken, received = threading.Event(), []
 
     def answer(listener, message, fds):
-        channel = Channel(listener.accept()[0])
+        channel = ControlChannel(listener.accept()[0])
         if not fds:
             is_taken.wait(10)
         channel.send(message, fds)

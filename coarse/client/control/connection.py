@@ -19,7 +19,7 @@ from coarse.errors import (
     told_error,
 )
 from coarse.security import local_sockets
-from coarse.wire.messages import Channel, Message, Received
+from coarse.wire.messages import ControlChannel, Message, Received
 
 _SILENCE_S = 0.25
 
@@ -47,7 +47,7 @@ class DeviceConnection:
             connection = local_sockets.connect(path)
         except OSError as error:
             raise MemoryDeviceLostError(f"memory device md{device} cannot be reached: {error}") from error
-        self._channel = Channel(connection)
+        self._channel = ControlChannel(connection)
 
     def fileno(self) -> int:
         """The socket's descriptor."""

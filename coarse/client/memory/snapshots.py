@@ -13,7 +13,7 @@ from typing import Any
 from coarse.client.interfaces import HomeDevice
 from coarse.errors import CoarseError, MemoryDeviceLostError, told_error
 from coarse.kernels import _native
-from coarse.wire.messages import Channel, Message
+from coarse.wire.messages import ControlChannel, Message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +117,7 @@ class SnapshotWrite:
     """
 
     def __init__(self, connection: socket.socket) -> None:
-        self._channel = Channel(connection)
+        self._channel = ControlChannel(connection)
         self._remains = "nothing of the checkpoint remains"
 
     def wait(self, progress: Callable[[int, int], None] = lambda done, total: None) -> tuple[int, int]:

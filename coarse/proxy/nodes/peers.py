@@ -11,7 +11,7 @@ from coarse.errors import ProtocolError
 from coarse.proxy import outbox
 from coarse.proxy.event_loop import EventLoop
 from coarse.wire.device_job import DeviceJob
-from coarse.wire.messages import Channel, Message, Received
+from coarse.wire.messages import ControlChannel, Message, Received
 
 STOPPED = "stopped"
 """The last message of a memory device in an attempt: its sync cores have ended."""
@@ -40,7 +40,7 @@ class Peers:
         self._loop = loop
         self._on_message = on_message
         self._on_lost = on_lost
-        self._channels: dict[int, Channel] = {}
+        self._channels: dict[int, ControlChannel] = {}
         self._stopped: set[int] = set()
         self._missing = {device for device, fd in enumerate(job.peer_fds) if fd < 0} - {job.device}
         for device, fd in enumerate(job.peer_fds):
@@ -66,7 +66,7 @@ class Peers:
         self._open(device, fd)
 
     def _open(self, device: int, fd: int) -> None:
-        channel = Channel(socket.socket(fileno=fd))
+        channel = ControlChannel(socket.socket(fileno=fd))
         channel.socket.setblocking(False)
         self._channels[device] = channel
         self._loop.watch(fd, lambda: self._read(device))

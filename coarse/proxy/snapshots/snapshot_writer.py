@@ -18,7 +18,7 @@ from coarse.checkpoint.writer import SaveDetails, WriteOptions, write_checkpoint
 from coarse.errors import ProtocolError
 from coarse.process.scheduling import lower_priority
 from coarse.proxy.snapshots.snapshot_source import SnapshotSource
-from coarse.wire.messages import Channel, Message
+from coarse.wire.messages import ControlChannel, Message
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class SnapshotWriter:
         self._details = _read(SaveDetails, request.get("details"))
         self._options = _read(WriteOptions, request.get("options"))
         self._connection = connection
-        self._channel = Channel(connection)
+        self._channel = ControlChannel(connection)
         self._is_closing = is_closing
         self._last_report_s = 0.0
 

@@ -331,8 +331,11 @@ class Checkpointer:
                 f"{self._num_steps} of a training that did not resume from it. Call restore() first, remove the "
                 "newer checkpoints, or choose another folder."
             )
-        if isinstance(self._optimizer, DistributedOptimizer) and self._optimizer.offloaded is not None:
-            self._optimizer.offloaded.take_assigned()
+        if (
+            isinstance(self._optimizer, DistributedOptimizer)
+            and self._optimizer.remote_parameters is not None
+        ):
+            self._optimizer.remote_parameters.take_assigned()
         self._num_saves += 1
         self._saver.count_skipped(self._due.begin(self._num_steps))
         if (refusal := self._claim_folder()) is not None:
@@ -384,13 +387,13 @@ class Checkpointer:
     def _follow_optimizer(self) -> None:
         """Makes saves use the current memory of the optimizer's parameters, which moves when parameters are added."""
         optimizer = self._optimizer
-        offloaded = optimizer.offloaded if isinstance(optimizer, DistributedOptimizer) else None
-        if optimizer is None or offloaded is None:
+        remote = optimizer.remote_parameters if isinstance(optimizer, DistributedOptimizer) else None
+        if optimizer is None or remote is None:
             self._snapshots = None
-        elif self._snapshots is None or not self._snapshots.are_of(offloaded):
-            self._snapshots = SnapshotSaves(offloaded, self._model, self._parent.path, self._options)
+        elif self._snapshots is None or not self._snapshots.are_of(remote):
+            self._snapshots = SnapshotSaves(remote, self._model, self._parent.path, self._options)
             self._parameter_names = names_of_parameters(self._model, optimizer)
-            offloaded.before_leaving(weakly(self._finish_save))
+            remote.before_leaving(weakly(self._finish_save))
             if self._workers.rank == 0:
                 self._snapshots.warm()
 

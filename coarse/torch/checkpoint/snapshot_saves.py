@@ -40,7 +40,7 @@ class SnapshotSaves:
     The constant part of requests is cached, to pause training as briefly as possible.
 
     Args:
-        offloaded: The parameters that the memory devices hold.
+        remote: The parameters that the memory devices hold.
         model: The parameters' model; wrapped or not.
         folder: Folder of all checkpoints.
         options: How to write.
@@ -50,37 +50,37 @@ class SnapshotSaves:
     """
 
     def __init__(
-        self, offloaded: RemoteParameters, model: torch.nn.Module, folder: Path, options: WriteOptions
+        self, remote: RemoteParameters, model: torch.nn.Module, folder: Path, options: WriteOptions
     ) -> None:
-        self._offloaded = offloaded
+        self._remote = remote
         self._folder = folder
         self._options = options
         self._names: dict[torch.nn.Parameter, list[str]] = {}  # a tied parameter has several
         for name, parameter in bare(model).named_parameters(remove_duplicate=False):
             self._names.setdefault(parameter, []).append(name)
-        held = {f"{MODEL_PREFIX}{name}" for each in offloaded.parameters for name in self._names[each]}
+        held = {f"{MODEL_PREFIX}{name}" for each in remote.parameters for name in self._names[each]}
         self._beside = _TensorsBeside(model, held)
         self._requests: dict[tuple[Any, ...], _Request] = {}
         self._prepared_for = b""
 
-    def are_of(self, offloaded: RemoteParameters) -> bool:
+    def are_of(self, remote: RemoteParameters) -> bool:
         """Whether these are the parameters that are saved."""
-        return self._offloaded is offloaded
+        return self._remote is remote
 
     def warm(self) -> None:
         """Makes the memory devices allocate the memory for a snapshot in advance and keep it. Returns at once."""
-        self._offloaded.warm_snapshots()
+        self._remote.warm_snapshots()
 
     def prepare(self) -> None:
         """Prepares the slowest part of a save in advance; does nothing if no parameter got its first state since."""
-        which = self._offloaded.which_have_state()
+        which = self._remote.which_have_state()
         if which != self._prepared_for:
             self._prepared_for = which
             self._request(self._take_beside())
 
     def take_over_writes(self) -> None:
         """Includes equal writes by all workers since the last update in the next snapshot. Collective."""
-        self._offloaded.take_over_writes()
+        self._remote.take_over_writes()
 
     def begin(self, step: int, details: SaveDetails) -> SnapshotWriting:
         """Takes a snapshot and returns the handle that writes it. Call it between two steps.
@@ -92,11 +92,11 @@ class SnapshotSaves:
         Raises:
             SnapshotsBusyError: If the largest possible number of snapshots exists already.
         """
-        snapshot = self._offloaded.snapshot()
+        snapshot = self._remote.snapshot()
         try:
             beside = {name: tensor.to("cpu", copy=True) for name, tensor in self._take_beside().items()}
             request = self._request(beside)
-            numbers = dict(self._offloaded.counts())
+            numbers = dict(self._remote.counts())
         except BaseException:
             snapshot.release()
             raise
@@ -114,26 +114,26 @@ class SnapshotSaves:
     def _take_beside(self) -> dict[str, torch.Tensor]:
         """Tensors that the memory devices do not hold, with the state of empty parameters, by checkpoint names."""
         beside = self._beside.take()
-        for parameter, state in self._offloaded.empty.state():
+        for parameter, state in self._remote.empty.state():
             for name, value in state.items():
                 beside[f"{OPTIMIZER_PREFIX}{name}.{self._names[parameter][0]}"] = torch.as_tensor(value)
         return beside
 
     def _request(self, beside: Mapping[str, torch.Tensor]) -> _Request:
         described_beside = [described(name, tensor) for name, tensor in beside.items()]
-        key = (self._offloaded.which_have_state(), *described_beside)
+        key = (self._remote.which_have_state(), *described_beside)
         if key not in self._requests:
             self._requests = {key: self._make_request(described_beside)}
         return self._requests[key]
 
     def _make_request(self, beside: list[SavedTensor]) -> _Request:
-        kept = [each for place in self._offloaded.places() for each in self._kept_tensors(*place)]
+        kept = [each for place in self._remote.places() for each in self._kept_tensors(*place)]
         counted = [
             (index, state)
-            for index, num_updates in self._offloaded.counts()
-            for state in self._offloaded.counted(num_updates)
+            for index, num_updates in self._remote.counts()
+            for state in self._remote.counted(num_updates)
         ]
-        names = [self._names[parameter][0] for parameter in self._offloaded.parameters]
+        names = [self._names[parameter][0] for parameter in self._remote.parameters]
         beside = beside + [
             SavedTensor(name=f"{OPTIMIZER_PREFIX}{state}.{names[index]}", dtype="F32", shape=())
             for index, state in counted
@@ -161,7 +161,7 @@ class SnapshotSaves:
         """Update counts of parameters, for optimizers that count; most parameters have the same count."""
         encoded = {
             number: {
-                state: np.float32(value).tobytes() for state, value in self._offloaded.counted(number).items()
+                state: np.float32(value).tobytes() for state, value in self._remote.counted(number).items()
             }
             for number in set(numbers.values())
         }

@@ -168,9 +168,9 @@ def load_training_state(
         CheckpointError: If tensors or settings are missing, unexpected or of another shape; lists all of them.
         OSError: If the disk cannot read it.
     """
-    offloaded = optimizer.offloaded if isinstance(optimizer, DistributedOptimizer) else None
+    remote = optimizer.remote_parameters if isinstance(optimizer, DistributedOptimizer) else None
     tensors = model_tensors(model)
-    destinations = tensors if offloaded is None else offloaded.in_shared_memory(tensors)
+    destinations = tensors if remote is None else remote.in_shared_memory(tensors)
     wanted = {described(name, tensor): tensor for name, tensor in destinations.items()}
     parameters = dict(bare(model).named_parameters())
     states = {
@@ -185,8 +185,8 @@ def load_training_state(
         state_dict = _optimizer_state_dict(checkpoint, model, optimizer, states)
     _keep_snapshots(model, optimizer)
     load_tensors(checkpoint, {**wanted, **states}, progress)
-    if offloaded is not None:
-        offloaded.see_shared()
+    if remote is not None:
+        remote.see_shared()
     _tell_loaded(model, tensors)
     if optimizer is not None:
         optimizer.load_state_dict(state_dict)

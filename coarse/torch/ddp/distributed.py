@@ -41,7 +41,7 @@ from coarse.torch.gradients.gradient_parts import DeviceOptimizer, GradientParts
 from coarse.torch.gradients.hooks.bucket_hooks import BucketHook
 from coarse.torch.gradients.hooks.comm_hooks import rounds_only, travel_dtype
 from coarse.torch.gradients.registered_gradients import AveragingOptions
-from coarse.torch.gradients.sparse_gradients import check_tables, find_tables
+from coarse.torch.gradients.sparse_gradients import check_sparse_parameters, find_sparse_parameters
 from coarse.torch.operations import operation, record_optimizer_steps
 from coarse.torch.optimizer.remote_optimizers import RemoteOptimizers
 from coarse.torch.process_group import choose_process_group
@@ -206,7 +206,7 @@ class DistributedDataParallel(UnsupportedFeatures):
             for name, parameter in self.module.named_parameters()
             if not parameter.requires_grad and name not in self.parameters_to_ignore
         ]
-        self.tables = find_tables(self.module)
+        self.sparse_parameters = find_sparse_parameters(self.module)
         """Parameters whose gradients are sparse."""
 
     def _take_settings(
@@ -262,8 +262,12 @@ class DistributedDataParallel(UnsupportedFeatures):
         self._session = shared.session
         record_optimizer_steps(metrics_of_default_group)
         name = shared.next_model_name()
-        check_replaceable(self._session.settings, num_models=shared.num_models, has_tables=bool(self.tables))
-        check_tables(self._session, self._trainable, self.tables)
+        check_replaceable(
+            self._session.settings,
+            num_models=shared.num_models,
+            has_sparse_gradients=bool(self.sparse_parameters),
+        )
+        check_sparse_parameters(self._session, self._trainable, self.sparse_parameters)
         if init_sync:
             check_same_tensors(self._session, [describe(n, t) for n, t in self._named_states(buffers=True)])
         self._check_awaited(init_sync=init_sync)
@@ -294,7 +298,7 @@ class DistributedDataParallel(UnsupportedFeatures):
             gradient_as_view=self.gradient_as_bucket_view,
             find_unused=self.find_unused_parameters,
             static_graph=self.static_graph,
-            tables=self.tables,
+            sparse_parameters=self.sparse_parameters,
         )
 
     @property
@@ -428,7 +432,7 @@ class DistributedDataParallel(UnsupportedFeatures):
             )
         if rounds_only(hook):
             return self._use_comm_hook(dtype=travel_dtype(hook))
-        if self.tables:
+        if self.sparse_parameters:
             raise ValueError(
                 "a communication hook receives dense gradients, but the model has layers with sparse=True; build "
                 "them with sparse=False, or use fp16_compress_hook or bf16_compress_hook"
@@ -443,7 +447,7 @@ class DistributedDataParallel(UnsupportedFeatures):
             raise RuntimeError(
                 "this model already has a communication hook; wrap the module again to use another one"
             )
-        if self._gradients is not None and self._gradients.offloaded:
+        if self._gradients is not None and self._gradients.remote_parts:
             raise RuntimeError(
                 "this model's optimizer runs in the memory devices, which need gradients in the dtype of the "
                 "parameters. To send less between nodes, set COARSE_NODE_COMPRESSION to bf16, fp16 or int8, which "
@@ -556,7 +560,7 @@ class DistributedDataParallel(UnsupportedFeatures):
             )
         self._find_trainable()
         try:
-            check_tables(self._session, self._trainable, self.tables)
+            check_sparse_parameters(self._session, self._trainable, self.sparse_parameters)
             check_same_tensors(self._session, [describe(n, t) for n, t in self._named_states(buffers=False)])
         except SyncTimeoutError as error:
             raise SyncTimeoutError(
@@ -564,7 +568,7 @@ class DistributedDataParallel(UnsupportedFeatures):
                 "this worker now, but did not before, and another worker did not register them. Call "
                 f"requires_grad_(True) on all workers before the same forward: {error}"
             ) from error
-        self._gradients.take_thawed(self._trainable, self.tables)
+        self._gradients.take_thawed(self._trainable, self.sparse_parameters)
         for optimizer in self._device_optimizers():
             optimizer.take_thawed()
 
@@ -641,8 +645,8 @@ class DistributedDataParallel(UnsupportedFeatures):
             )
         remote = self._remote_optimizers
         check_joinable(
-            offloaded=set() if self._gradients is None else self._gradients.updated_parameters,
-            has_tables=bool(self.tables),
+            remote_parameters=set() if self._gradients is None else self._gradients.updated_parameters,
+            has_sparse_gradients=bool(self.sparse_parameters),
             keeps_devices=remote is not None and remote.keeps_devices,
         )
         self.ensure_registered()
@@ -672,7 +676,7 @@ class DistributedDataParallel(UnsupportedFeatures):
             optimizer.run_in_memory_devices_again(root)
 
     def _device_optimizers(self) -> list[DeviceOptimizer]:
-        owners = [] if self._gradients is None else [part.owner() for part in self._gradients.offloaded]
+        owners = [] if self._gradients is None else [part.owner() for part in self._gradients.remote_parts]
         return [owner for owner in owners if owner is not None]
 
     def agree_on_rank(self, *, candidate: bool) -> int:

@@ -73,31 +73,31 @@ class UnevenInputsHook(JoinHook):  # type: ignore[misc]
 
 
 def check_joinable(
-    *, offloaded: Collection[torch.nn.Parameter], has_tables: bool, keeps_devices: bool
+    *, remote_parameters: Collection[torch.nn.Parameter], has_sparse_gradients: bool, keeps_devices: bool
 ) -> None:
     """Refuses join() if a worker without inputs could not participate.
 
     Args:
-        offloaded: Parameters that optimizers in the memory devices update; within join() the workers update them.
-        has_tables: Whether the model has sparse gradients.
+        remote_parameters: Parameters that memory devices update; within join() the workers update them.
+        has_sparse_gradients: Whether the model has sparse gradients.
         keeps_devices: Whether the memory devices outlive crashed workers.
 
     Raises:
         ValueError: Names the reason and the alternative.
     """
-    if offloaded and keeps_devices:
+    if remote_parameters and keeps_devices:
         raise ValueError(
             "join() cannot be combined with COARSE_KEEP_DEVICES and a DistributedOptimizer: within join() workers "
             "compute the updates, and a restarted one would resume from an older state. Give all workers the same "
             "number of batches, or unset COARSE_KEEP_DEVICES."
         )
-    if narrow := {parameter.dtype for parameter in offloaded} - {torch.float32}:
+    if narrow := {parameter.dtype for parameter in remote_parameters} - {torch.float32}:
         raise ValueError(
             f"join() cannot be combined with a DistributedOptimizer of parameters of {', '.join(map(str, narrow))}: "
             "within join() workers compute the updates, without the float32 master weights of the memory devices. "
             "Give all workers the same number of batches, or train a float32 model under torch.autocast."
         )
-    if has_tables:
+    if has_sparse_gradients:
         raise ValueError(
             "join() cannot be combined with layers of sparse=True, whose workers exchange their numbers of rows. "
             "Give all workers the same number of batches, or build the layers with sparse=False."

@@ -64,7 +64,7 @@ class GradientSynchroniser:
         offload: How an optimizer in the memory devices uses them; None without one.
 
     Raises:
-        ValueError: If a parameter's dtype cannot be averaged, or if tables exist and rows cannot be transferred.
+        ValueError: If a parameter's dtype cannot be averaged, or gradients are sparse and rows cannot be transferred.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class GradientSynchroniser:
         self._names = [parameter_name for parameter_name, _ in parameters]
         self._parameters = [parameter for _, parameter in parameters]
         registered = RegisteredGradients(session, name, parameters, options, offload)
-        self.group, self._path, self._tables = registered.group, registered.path, registered.tables
+        self.group, self._path, self._sparse = registered.group, registered.path, registered.sparse
         del registered  # tracebacks from imports by torch.compiler.disable() may keep this frame alive
         self._failpoints = session.failpoints
         self._recorded = (
@@ -151,7 +151,7 @@ class GradientSynchroniser:
 
     def update(
         self,
-        offloaded: RemoteParameters,
+        remote: RemoteParameters,
         *,
         before_backward: Callable[[], object] | None,
         is_stale: bool,
@@ -159,13 +159,13 @@ class GradientSynchroniser:
         """From now on, memory devices update these parameters by their gradients.
 
         Args:
-            offloaded: The parameters.
+            remote: The parameters.
             before_backward, is_stale: As for RemoteUpdates. If backward updates, no `.grad` remains.
         """
         self._updates = RemoteUpdates(
-            offloaded,
+            remote,
             self._path,
-            self._tables,
+            self._sparse,
             self._failpoints,
             before_backward=before_backward,
             is_stale=is_stale,
@@ -338,19 +338,19 @@ class GradientSynchroniser:
             for index, gradient in enumerate(gradients):
                 if gradient is None:
                     self._absent.add(index)
-                if gradient is not None and index in self._tables:
-                    self._tables.hold(index, gradient)
+                if gradient is not None and index in self._sparse:
+                    self._sparse.hold(index, gradient)
                 else:
                     self._path.send(index, self._kind)
             self._path.flush()
-            self._push_tables()
+            self._push_sparse_gradients()
             self._deliver_averages()
         self._keep_in_place(gradients)
 
     def _keep_in_place(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Restores the earlier `.grad` tensors with the current values, because a CUDA graph writes to them again."""
         for index, (parameter, gradient) in enumerate(zip(self._parameters, gradients, strict=True)):
-            if gradient is not None and parameter.grad is not gradient and index not in self._tables:
+            if gradient is not None and parameter.grad is not gradient and index not in self._sparse:
                 assert parameter.grad is not None
                 gradient.detach().copy_(parameter.grad.detach())
                 parameter.grad = gradient
@@ -406,7 +406,7 @@ class GradientSynchroniser:
         self.remove_hooks()
         self.group.close()
         # These own the slots. This object holds bound methods of itself, so only garbage collection would free it.
-        del self._path, self._tables, self._turns
+        del self._path, self._sparse, self._turns
         self._updates = self._updates_in_backward = None
 
     def _put_hooks_last(self) -> None:
@@ -474,8 +474,8 @@ class GradientSynchroniser:
         if self._changes_in_backward:
             # Later parts of this backward that saved the parameter, detached from the graph, must not read it.
             torch.autograd.graph.increment_version(self._parameters[index])
-        if gradient is not None and self._tables.are_there and index in self._tables:
-            self._tables.hold(index, gradient)
+        if gradient is not None and self._sparse.are_there and index in self._sparse:
+            self._sparse.hold(index, gradient)
             return
         if gradient is not None and (gradient.is_neg() or gradient.is_conj()):
             self._parameters[index].grad = gradient.resolve_conj().resolve_neg()
@@ -489,7 +489,7 @@ class GradientSynchroniser:
         parameter = self._parameters[index]
         if len(parameter._post_accumulate_grad_hooks) > 1:
             raise gradient_errors.taken_away(self._rank, self._names[index])
-        if self._find_unused or self._static is not None or index in self._tables:
+        if self._find_unused or self._static is not None or index in self._sparse:
             self._absent.add(index)
         else:
             parameter.grad = torch.zeros_like(parameter)
@@ -541,7 +541,7 @@ class GradientSynchroniser:
             self._expecting = False
             if self._turns is not None:
                 self._turns.finish()
-            self._push_tables()
+            self._push_sparse_gradients()
             if self._static is not None:
                 self._static.finish_iteration()
             if self._updates_in_backward is None:
@@ -552,8 +552,8 @@ class GradientSynchroniser:
                 self._updates_in_backward.end_backward(is_whole=not self._absent)
         recorder.record("backward", self._backward_began_ns, time.monotonic_ns())
 
-    def _push_tables(self) -> None:
-        for index in self._tables.stage_rows(are_averaged=self._updates_in_backward is None):
+    def _push_sparse_gradients(self) -> None:
+        for index in self._sparse.stage_rows(are_averaged=self._updates_in_backward is None):
             self._path.contribute(index, self._kind, present=True)
 
     def _deliver_averages(self) -> None:
@@ -562,7 +562,7 @@ class GradientSynchroniser:
             contributors = self._path.collect(counts=bool(self._absent))
         with operation("deliver averages"):
             self._path.deliver(self._absent, contributors)
-            self._tables.deliver(contributors)
+            self._sparse.deliver(contributors)
         if self._kind is UpdateKind.MEASURE:
             self._delivered = fingerprints([p.grad for p in self._parameters])
 

@@ -37,13 +37,13 @@ class DeviceOptimizer(Protocol):
 
 
 @dataclass(eq=False, kw_only=True)
-class OffloadedPart:
+class RemotePart:
     """Parameters that an optimizer in the memory devices updates.
 
     Args:
         gradients: Their gradients.
         optimizer: The optimizer given to DistributedOptimizer.
-        offloaded: The parameters and the optimizer's state.
+        remote: The parameters and the optimizer's state.
         updates: The updates.
         owner: Returns the DistributedOptimizer; None if it was deleted.
         cached: Copies with which this worker trains, if parameters may be stale.
@@ -51,14 +51,14 @@ class OffloadedPart:
 
     gradients: GradientSynchroniser
     optimizer: torch.optim.Optimizer
-    offloaded: RemoteParameters
+    remote: RemoteParameters
     updates: RemoteUpdates
     owner: Callable[[], DeviceOptimizer | None]
     cached: CachedParameters | None = None
 
     def catch_up(self) -> None:
         """Continues from the updates that other workers have made before this one took part."""
-        self.updates.count = self.offloaded.catch_up()
+        self.updates.count = self.remote.catch_up()
 
     @property
     def named(self) -> NamedParameters:
@@ -88,7 +88,7 @@ class GradientParts:
         """How gradients are averaged."""
         self.rest: GradientSynchroniser | None = None
         """The gradients of parameters without an optimizer in the memory devices; None if there are none."""
-        self.offloaded: list[OffloadedPart] = []
+        self.remote_parts: list[RemotePart] = []
         """The parts of optimizers in the memory devices, in the order of their addition."""
         self.is_closed = False
         """Whether close() was called."""
@@ -96,12 +96,12 @@ class GradientParts:
     @property
     def updated_parameters(self) -> set[torch.nn.Parameter]:
         """Parameters that optimizers in the memory devices update."""
-        return {parameter for part in self.offloaded for _, parameter in part.named}
+        return {parameter for part in self.remote_parts for _, parameter in part.named}
 
     @property
     def _all(self) -> list[GradientSynchroniser]:
         rest = [] if self.rest is None else [self.rest]
-        return [part.gradients for part in self.offloaded] + rest
+        return [part.gradients for part in self.remote_parts] + rest
 
     # Registering. Every method is collective.
 
@@ -127,12 +127,12 @@ class GradientParts:
         if named := [each for each in self._trainable if each[1] not in held]:
             self.rest = self.register("gradients", named)
 
-    def release_rest(self, part: OffloadedPart | None = None) -> NamedParameters:
+    def release_rest(self, part: RemotePart | None = None) -> NamedParameters:
         """Frees the memory of gradients in no optimizer's part and of `part`; returns their parameters."""
         released = [] if self.rest is None else [self.rest]
         self.rest = None
         if part is not None:
-            self.offloaded.remove(part)
+            self.remote_parts.remove(part)
             released.append(part.gradients)
         freed = {parameter for gradients in released for _, parameter in gradients.named}
         for gradients in released:
@@ -146,17 +146,19 @@ class GradientParts:
         self.release_rest()
         self.register_rest()
 
-    def take_thawed(self, trainable: NamedParameters, tables: Collection[torch.nn.Parameter]) -> None:
+    def take_thawed(
+        self, trainable: NamedParameters, sparse_parameters: Collection[torch.nn.Parameter]
+    ) -> None:
         """Registers the gradients of thawed parameters too.
 
         Args:
             trainable: All trainable parameters now.
-            tables: Those of them whose gradients are sparse.
+            sparse_parameters: Those of them whose gradients are sparse.
         """
         self.check_finished()
         has_local = self.has_local
         self._trainable = trainable
-        self.options = replace(self.options, tables=tables)
+        self.options = replace(self.options, sparse_parameters=sparse_parameters)
         self.release_rest()
         self.register_rest()
         if self.rest is not None:
@@ -246,19 +248,19 @@ class GradientParts:
 
     def read_cached(self) -> None:
         """Called before a forward uses parameters; refreshes stale copies."""
-        for part in self.offloaded:
+        for part in self.remote_parts:
             if part.cached is not None:
                 part.cached.read(part.updates.count)
 
     def keep_snapshots(self) -> None:
         """Makes snapshots copy contents before they are overwritten."""
-        for part in self.offloaded:
-            part.offloaded.keep_snapshots()
+        for part in self.remote_parts:
+            part.remote.keep_snapshots()
 
     def wait(self) -> None:
         """Waits until the updates that this worker has pushed are complete, unless it holds the parameters itself."""
-        for part in self.offloaded:
-            part.offloaded.wait()
+        for part in self.remote_parts:
+            part.remote.wait()
 
     # The end.
 
@@ -269,8 +271,8 @@ class GradientParts:
         # The other workers may be waiting for an update that has not started yet.
         with contextlib.suppress(CoarseError):
             self.finish_updates()
-        for part in self.offloaded:
-            part.offloaded.finish_saves()
+        for part in self.remote_parts:
+            part.remote.finish_saves()
         self.release_parameters()
         self.close_groups()
 
@@ -281,13 +283,13 @@ class GradientParts:
 
     def finish_updates(self) -> None:
         """Waits for the updates that this worker has pushed, even if it holds the parameters itself again."""
-        for part in self.offloaded:
+        for part in self.remote_parts:
             part.updates.finish()
 
     def release_parameters(self) -> None:
         """Gives every parameter memory of its own again. Idempotent."""
-        for part in self.offloaded:
-            part.offloaded.release()
+        for part in self.remote_parts:
+            part.remote.release()
 
     def close_groups(self) -> None:
         """Releases the registered memory."""

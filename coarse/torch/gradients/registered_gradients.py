@@ -35,7 +35,7 @@ class AveragingOptions:
         find_unused: Whether parameters without a gradient at the end of a backward count as unused; otherwise they
             are waited for.
         static_graph: Whether every iteration uses the same parameters equally often; the first iteration counts.
-        tables: Parameters whose gradients are sparse.
+        sparse_parameters: Parameters whose gradients are sparse.
         travel_dtype: Type to which wider gradients are rounded before averaging, if no optimizer is in the memory
             devices; None to keep their type.
         hook: Hook that averages in place of the memory devices; None if memory devices average.
@@ -44,7 +44,7 @@ class AveragingOptions:
     gradient_as_view: bool
     find_unused: bool
     static_graph: bool
-    tables: Collection[torch.nn.Parameter]
+    sparse_parameters: Collection[torch.nn.Parameter]
     travel_dtype: torch.dtype | None = None
     hook: BucketHook | None = None
 
@@ -88,7 +88,7 @@ class RegisteredGradients:
         self._parameters = [parameter for _, parameter in parameters]
         self._sent = self._parameters  # the slots' layout
         if options.travel_dtype is not None:
-            self._sent = stand_ins(self._parameters, options.travel_dtype, options.tables)
+            self._sent = stand_ins(self._parameters, options.travel_dtype, options.sparse_parameters)
         self._may_use_streams = session.settings.gpu_transfers != "off"
         self._waits = session.settings.gpu_transfers == "wait"
         self._gradient_as_view = options.gradient_as_view
@@ -100,12 +100,12 @@ class RegisteredGradients:
             moved_bytes=sum(map(num_bytes, in_host)) if offload is not None and offload.moves else 0,
         )
         self.group: AnyTensorGroup = (
-            self._register(session, name, options.tables, offload)
+            self._register(session, name, options.sparse_parameters, offload)
             if options.hook is None
             else SingleWorkerTensorGroup(name, ())
         )
         """The slots; empty if a hook averages."""
-        self.tables = SparseGradients(
+        self.sparse = SparseGradients(
             session, self.group, parameters, gradient_as_view=self._gradient_as_view
         )
         """The sparse gradients."""
@@ -120,11 +120,11 @@ class RegisteredGradients:
         self,
         session: Session,
         name: str,
-        tables: Collection[torch.nn.Parameter],
+        sparse_parameters: Collection[torch.nn.Parameter],
         offload: OffloadOptions | None,
     ) -> AnyTensorGroup:
         specs = [
-            _spec(parameter_name, parameter, is_table=parameter in tables)
+            _spec(parameter_name, parameter, is_sparse=parameter in sparse_parameters)
             for parameter_name, parameter in zip(self._names, self._sent, strict=True)
         ]
         gpu = common_gpu(self._parameters) if self._may_use_streams else ""
@@ -171,7 +171,7 @@ class RegisteredGradients:
             self._sent,
             gradient_as_view=gradient_as_view,
             keeps_gradients=not self._shares_slots,
-            tables=self.tables,
+            sparse=self.sparse,
         )
 
 
@@ -181,7 +181,7 @@ def _why_no_nccl() -> str:
     return ""
 
 
-def _spec(name: str, parameter: torch.nn.Parameter, *, is_table: bool) -> TensorSpec:
+def _spec(name: str, parameter: torch.nn.Parameter, *, is_sparse: bool) -> TensorSpec:
     if parameter.dtype not in DTYPE_NAMES:
         raise ValueError(
             f"parameter {name!r}: gradients of {parameter.dtype} cannot be averaged; supported are "
@@ -193,5 +193,5 @@ def _spec(name: str, parameter: torch.nn.Parameter, *, is_table: bool) -> Tensor
         dtype=DTYPE_NAMES[parameter.dtype],
         num_elements=parameter.numel() * (2 if parameter.is_complex() else 1),
         op="mean",
-        row_elements=parameter.shape[1] if is_table else 0,
+        row_elements=parameter.shape[1] if is_sparse else 0,
     )

@@ -1,7 +1,7 @@
-"""Gradients of tables, as of nn.Embedding(sparse=True): only a few rows of a huge parameter are transferred.
+"""Sparse gradients, as of nn.Embedding(sparse=True): only a few rows of a huge parameter are transferred.
 
 Rows are transferred at the end of backward, because the total number of all workers' rows determines the memory of
-the mean. The lookups of a table usually end the backward pass anyway.
+the mean. The lookups of an embedding usually end the backward pass anyway.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class SparseGradients:
 
     Args:
         session: Session of the group.
-        group: The registered group; tables are the tensors that have rows.
+        group: The registered group; its tensors with rows have sparse gradients.
         parameters: With their names, in the order of the group.
         gradient_as_view: Whether means stay in the memory devices' memory until the next means arrive.
     """
@@ -39,18 +39,20 @@ class SparseGradients:
         self._group = group
         self._parameters = parameters
         self._gradient_as_view = gradient_as_view
-        self._tables = [index for index, spec in enumerate(group.specs) if spec.row_elements]
-        self._is_table = frozenset(self._tables)
-        self.are_there = bool(self._tables)
+        self._indices = [index for index, spec in enumerate(group.specs) if spec.row_elements]
+        self._is_sparse = frozenset(self._indices)
+        self.are_there = bool(self._indices)
         """Whether any gradient is sparse."""
         self._held: dict[int, torch.Tensor] = {}
-        self._shard_bytes = _sizes_of_shards(group) if self._tables and isinstance(group, TensorGroup) else {}
+        self._shard_bytes = (
+            _sizes_of_shards(group) if self._indices and isinstance(group, TensorGroup) else {}
+        )
 
     def __contains__(self, index: object) -> bool:
-        return index in self._is_table
+        return index in self._is_sparse
 
     def hold(self, index: int, gradient: torch.Tensor) -> None:
-        """Takes a table's gradient from backward; sums up repeated rows.
+        """Takes a sparse gradient from backward; sums up repeated rows.
 
         Raises:
             ValueError: If the gradient is not sparse.
@@ -58,19 +60,19 @@ class SparseGradients:
         self._held[index] = self._rows_of(index, gradient)
 
     def stage_rows(self, *, are_averaged: bool) -> list[int]:
-        """Copies the held gradients to shared memory; returns the tables to push now.
+        """Copies the held gradients to shared memory; returns the tensors to push now.
 
-        Collective if tables exist and are averaged: workers exchange their numbers of rows.
+        Collective if sparse gradients exist and are averaged: workers exchange their numbers of rows.
         """
-        if not self._tables:
+        if not self._indices:
             return []
         if are_averaged:
             counts = np.array(
-                [self._held[index]._nnz() if index in self._held else 0 for index in self._tables],
+                [self._held[index]._nnz() if index in self._held else 0 for index in self._indices],
                 dtype=np.int64,
             )
             self._session.all_reduce(counts)
-            for index, most_rows in zip(self._tables, counts.tolist(), strict=True):
+            for index, most_rows in zip(self._indices, counts.tolist(), strict=True):
                 self._row_memory.expect(index, most_rows)
         held, self._held = self._held, {}
         for index, gradient in held.items():
@@ -79,13 +81,13 @@ class SparseGradients:
         return list(held)
 
     def deliver(self, contributors: Sequence[int]) -> None:
-        """Sets `.grad` of each table that any worker used to the mean."""
-        for index in self._tables:
+        """Sets `.grad` to the mean, of each parameter that any worker used."""
+        for index in self._indices:
             if contributors[index]:
                 self._parameters[index][1].grad = self.mean(index)
 
     def mean(self, index: int) -> torch.Tensor:
-        """The averaged gradient of a table, sparse and coalesced."""
+        """The averaged gradient, sparse and coalesced."""
         rows = self._row_memory.mean(index)
         parameter = self._parameters[index][1]
         numbers = (
@@ -105,7 +107,7 @@ class SparseGradients:
         return mean if self._gradient_as_view else mean.clone()
 
     def replace_mean(self, index: int, gradient: torch.Tensor) -> None:
-        """Replaces the mean of a table by `gradient` before an update; costs nothing if they are the same tensor."""
+        """Replaces the mean by `gradient` before an update; costs nothing if they are the same tensor."""
         mean = self._row_memory.mean(index)
         if (
             gradient.is_sparse
@@ -154,12 +156,12 @@ class SparseGradients:
 
 
 def _sizes_of_shards(group: TensorGroup) -> dict[int, int]:
-    """Bytes of one shard of each tensor; all shards of a table are about equal."""
+    """Bytes of one shard of each tensor; all shards of a tensor are about equal."""
     return dict(zip(group.tensors_of_shards(), group.shard_sizes(), strict=True))
 
 
-def find_tables(module: torch.nn.Module) -> set[torch.nn.Parameter]:
-    """The tables of layers that produce sparse gradients."""
+def find_sparse_parameters(module: torch.nn.Module) -> set[torch.nn.Parameter]:
+    """Parameters whose layers produce sparse gradients."""
     return {
         layer.weight
         for layer in module.modules()
@@ -168,7 +170,7 @@ def find_tables(module: torch.nn.Module) -> set[torch.nn.Parameter]:
 
 
 def find_renormalised(module: torch.nn.Module) -> set[torch.nn.Parameter]:
-    """The tables to which forward writes, because it renormalises looked-up rows longer than max_norm."""
+    """Parameters to which forward writes, because it renormalises looked-up rows longer than max_norm."""
     return {
         layer.weight
         for layer in module.modules()
@@ -176,16 +178,16 @@ def find_renormalised(module: torch.nn.Module) -> set[torch.nn.Parameter]:
     }
 
 
-def check_tables(
-    session: Session, parameters: Iterable[tuple[str, torch.nn.Parameter]], tables: set[torch.nn.Parameter]
+def check_sparse_parameters(
+    session: Session, parameters: Iterable[tuple[str, torch.nn.Parameter]], sparse: set[torch.nn.Parameter]
 ) -> None:
-    """Refuses tables whose rows cannot be transferred.
+    """Rejects parameters whose rows cannot be transferred.
 
     Raises:
-        ValueError: Names the table, the reason and the alternative.
+        ValueError: Names the parameter, the reason and the alternative.
     """
     for name, parameter in parameters:
-        if parameter not in tables:
+        if parameter not in sparse:
             continue
         reason = session.cannot_reduce_rows()
         if not parameter.is_cpu or not parameter.is_contiguous():

@@ -14,7 +14,7 @@ import torch
 from coarse.client.memory.parameter_cache import CacheStatistics
 from coarse.schema import UPDATABLE_DTYPES
 from coarse.torch.ddp.distributed import DistributedDataParallel
-from coarse.torch.gradients.gradient_parts import OffloadedPart
+from coarse.torch.gradients.gradient_parts import RemotePart
 from coarse.torch.gradients.gradient_policy import GradientPolicy, OnNonFinite, total_norm
 from coarse.torch.gradients.layout import DTYPE_NAMES, common_gpu
 from coarse.torch.gradients.measures import changes_by_scaler, measure_gradient
@@ -110,8 +110,8 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     Raises:
         TypeError: If the model is not wrapped.
-        ValueError: If an option of the optimizer cannot be offloaded, or the optimizer holds trainable parameters
-            that are not the model's. Also if memory devices are to be kept and the optimizer lacks some of the
+        ValueError: If memory devices cannot run an option of the optimizer, or it holds trainable parameters that
+            are not the model's. Also if memory devices are to be kept and the optimizer lacks some of the
             model's trainable parameters or staleness is above 0, and if they have replicas and overlap is True.
         RuntimeError: If another DistributedOptimizer has some of its parameters.
         SchemaMismatchError: If workers construct different optimizers. A later step(), or backward() with
@@ -145,7 +145,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._gradient_norm: float | None = None
         self._overlaps = overlap
         self._staleness = staleness
-        self._part: OffloadedPart | None = None
+        self._part: RemotePart | None = None
         self._before_update: list[Callable[[], None]] = []
         self._has_warned = False
         self._refusal = -1  # number of the step pre-hook by which the given optimizer refuses step()
@@ -241,14 +241,14 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         return self._part is not None
 
     @property
-    def offloaded(self) -> RemoteParameters | None:
+    def remote_parameters(self) -> RemoteParameters | None:
         """Parameters and state in the memory devices; None if the optimizer runs on the workers."""
-        return None if self._part is None else self._part.offloaded
+        return None if self._part is None else self._part.remote
 
     def keep_snapshots(self) -> None:
         """Makes snapshots copy their contents; called before any write to parameters or state except an update."""
-        if self.offloaded is not None:
-            self.offloaded.keep_snapshots()
+        if self.remote_parameters is not None:
+            self.remote_parameters.keep_snapshots()
 
     @property
     def state(self) -> MutableMapping[Any, Any]:
@@ -260,17 +260,17 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         Raises:
             RuntimeError: By the next update, if memory devices cannot store an added entry.
         """
-        return self._optimizer.state if self.offloaded is None else self.offloaded.lend()
+        return self._optimizer.state if self.remote_parameters is None else self.remote_parameters.lend()
 
     @state.setter
     def state(self, state: MutableMapping[Any, Any]) -> None:
         if not hasattr(self, "_optimizer"):
             return  # torch's constructor is running: the state is that of the given optimizer
-        if self.offloaded is None:
+        if self.remote_parameters is None:
             self._optimizer.state = state
         else:
-            self.offloaded.keep_snapshots()
-            self.offloaded.adopt_state(state)
+            self.remote_parameters.keep_snapshots()
+            self.remote_parameters.adopt_state(state)
 
     def pull(self) -> None:
         """Waits for the last update and makes this worker's parameters exact; without staleness they always are."""
@@ -306,7 +306,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     @property
     def recovered_step(self) -> int:
         """The last update that this restarted worker's parameters and state include; 0 if none were kept."""
-        return 0 if self.offloaded is None else self.offloaded.recovered_step
+        return 0 if self.remote_parameters is None else self.remote_parameters.recovered_step
 
     def before_update(self, callback: Callable[[], None]) -> None:
         """Registers a callback that runs in each step() that is not skipped, before memory devices begin the update.
@@ -348,9 +348,9 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._optimizer._opt_called = True  # otherwise schedulers warn about the order of calls
         return loss
 
-    def _update(self, part: OffloadedPart) -> None:
+    def _update(self, part: RemotePart) -> None:
         self._check_thawed()
-        empty = part.offloaded.empty
+        empty = part.remote.empty
         if self._overlaps:
             self._check_updated()
             self._remote.end_overlapped_step(part)
@@ -360,7 +360,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._warn_of_local_gradients(part)
         scale = self._gradient_scale(part)
         if scale is not None:
-            part.offloaded.wait()
+            part.remote.wait()
             self._prepare_update()
             self._remote.update(part, gradient_scale=scale)
             empty.update()
@@ -393,25 +393,25 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         optimizer.register_load_state_dict_post_hook(weakly(self._adopt_state))
 
     def _lend_state(self, optimizer: torch.optim.Optimizer) -> None:
-        if self.offloaded is not None:
-            optimizer.state.update(self.offloaded.state())
+        if self.remote_parameters is not None:
+            optimizer.state.update(self.remote_parameters.state())
 
     def _take_state_back(self, optimizer: torch.optim.Optimizer, _: dict[str, Any]) -> None:
-        if self.offloaded is not None:
+        if self.remote_parameters is not None:
             optimizer.state.clear()
 
     def _take_state(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        if self.offloaded is None:
+        if self.remote_parameters is None:
             return state_dict
         self._taken = state_dict
         return {**state_dict, "state": {}}  # torch would round state and copy it to the parameters' device
 
     def _adopt_state(self, optimizer: torch.optim.Optimizer) -> None:
         self._share_groups()
-        if self.offloaded is not None:
+        if self.remote_parameters is not None:
             taken, self._taken = self._taken, {}
-            self.offloaded.keep_snapshots()
-            self.offloaded.adopt_state(_state_by_parameter(optimizer, taken))
+            self.remote_parameters.keep_snapshots()
+            self.remote_parameters.adopt_state(_state_by_parameter(optimizer, taken))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dict of this or of the bare optimizer. Every worker must load the same one.
@@ -455,7 +455,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         # Both optimizers share the same objects, so that a scheduler works with either.
         self.param_groups = self._optimizer.param_groups
 
-    def _gradient_scale(self, part: OffloadedPart) -> float | None:
+    def _gradient_scale(self, part: RemotePart) -> float | None:
         """The update's factor for gradients, equal on every worker; None if the update must be skipped."""
         # GradScaler sets both during step(). found_inf refers to averages, so it is equal on all workers.
         found_inf, loss_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
@@ -499,7 +499,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                 "zeros, works once the training has taken a step."
             )
 
-    def _warn_of_local_gradients(self, part: OffloadedPart) -> None:
+    def _warn_of_local_gradients(self, part: RemotePart) -> None:
         if part.gradients.has_local and not self._has_warned:
             self._has_warned = True
             warnings.warn(
@@ -558,9 +558,9 @@ def _obstacle(
             return f"parameter {name!r} is on {parameter.device}, neither in host memory nor all on one GPU"
         if parameter in renormalised:
             return f"the max_norm of parameter {name!r} makes forward change it, on each worker separately"
-        if parameter not in model.tables and isinstance(optimizer, torch.optim.SparseAdam):
-            return f"parameter {name!r} is not a table, and SparseAdam updates only tables"
-        if parameter in model.tables and (reason := cannot_update_rows(optimizer)):
+        if parameter not in model.sparse_parameters and isinstance(optimizer, torch.optim.SparseAdam):
+            return f"parameter {name!r} has dense gradients, and SparseAdam updates only sparse parameters"
+        if parameter in model.sparse_parameters and (reason := cannot_update_rows(optimizer)):
             return f"parameter {name!r}: {reason}"
         if parameter.is_complex() or DTYPE_NAMES[parameter.dtype] not in UPDATABLE_DTYPES:
             return (
@@ -628,12 +628,12 @@ def _check_recovery(
             "others are complete, so neither copy alone could finish a step; pass overlap=False, or unset "
             "COARSE_REPLICAS"
         )
-    if overlap and remote.keeps_devices and model.tables:
+    if overlap and remote.keeps_devices and model.sparse_parameters:
         raise ValueError(
             "overlap=True and COARSE_KEEP_DEVICES cannot be combined with sparse gradients: updates of tables cannot "
             "be undone; pass overlap=False, or make the embeddings dense (sparse=False)"
         )
-    if model.tables and remote.replicates_devices:
+    if model.sparse_parameters and remote.replicates_devices:
         raise ValueError(
             "COARSE_REPLICAS cannot be combined with sparse gradients: an update of a table changes few rows, but "
             "whole shards would be copied; make the embeddings dense (sparse=False), or unset COARSE_REPLICAS"
@@ -676,7 +676,7 @@ def _state_by_parameter(
 
 
 def _check_members(
-    optimizer: torch.optim.Optimizer, model: DistributedDataParallel, parts: Sequence[OffloadedPart]
+    optimizer: torch.optim.Optimizer, model: DistributedDataParallel, parts: Sequence[RemotePart]
 ) -> None:
     """Refuses parameters that are not the model's, or that memory devices update for another optimizer."""
     held = {

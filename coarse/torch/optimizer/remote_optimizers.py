@@ -27,7 +27,7 @@ from coarse.torch.gradients.gradient_parts import (
     DeviceOptimizer,
     GradientParts,
     NamedParameters,
-    OffloadedPart,
+    RemotePart,
 )
 from coarse.torch.gradients.gradient_policy import MeasuredGradient
 from coarse.torch.gradients.layout import common_gpu, forget_values
@@ -48,7 +48,7 @@ class UpdateOptions:
         overlap: Whether each parameter is updated during backward(), not by RemoteOptimizers.update().
         measures: Whether memory devices measure averaged gradients, for RemoteOptimizers.measured_gradients().
         staleness: Number of recent updates that a forward's parameters may lack. With 0 they are those in the memory
-            devices, otherwise copies: OffloadedPart.cached.
+            devices, otherwise copies: RemotePart.cached.
         before_backward: With `overlap`, called at the beginning of each backward() that averages.
     """
 
@@ -88,9 +88,9 @@ class RemoteOptimizers:
         self._provides_values = self._is_first()
 
     @property
-    def parts(self) -> Sequence[OffloadedPart]:
+    def parts(self) -> Sequence[RemotePart]:
         """The parts of the optimizers, in the order of their addition."""
-        return self._gradients.offloaded
+        return self._gradients.remote_parts
 
     def runs(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the memory devices run this optimizer (the one given to DistributedOptimizer), until close()."""
@@ -133,8 +133,8 @@ class RemoteOptimizers:
         options: UpdateOptions,
         *,
         owner: Callable[[], DeviceOptimizer | None],
-        replaced: OffloadedPart | None = None,
-    ) -> OffloadedPart:
+        replaced: RemotePart | None = None,
+    ) -> RemotePart:
         """Moves parameters and the optimizer's state to memory that workers and memory devices share. Collective.
 
         Args:
@@ -143,7 +143,7 @@ class RemoteOptimizers:
             parameters: Parameters of the model that no other optimizer in the memory devices has. Gradients of the
                 remaining parameters are averaged as before.
             options: How they are updated.
-            owner: As for OffloadedPart.
+            owner: As for RemotePart.
             replaced: The optimizer's previous part; the new part has its parameters too.
         """
         self._provides_values = self._is_first()
@@ -156,22 +156,22 @@ class RemoteOptimizers:
             if is_refusal(error):
                 self._average_again(moved)
             raise
-        self._gradients.offloaded.append(part)
+        self._gradients.remote_parts.append(part)
         self._hold_parameters(part, staleness=options.staleness)
-        self._follow_module(part.offloaded)
+        self._follow_module(part.remote)
         self._gradients.register_rest()
         return part
 
-    def take_back(self, part: OffloadedPart) -> None:
+    def take_back(self, part: RemotePart) -> None:
         """Returns an optimizer's parameters and state to the workers; gradients are averaged. Collective."""
         self._release(part, has_values=True)
         self._gradients.register_rest()
 
-    def _release(self, part: OffloadedPart | None, *, has_values: bool) -> NamedParameters:
+    def _release(self, part: RemotePart | None, *, has_values: bool) -> NamedParameters:
         """Frees the memory of `part`, and of gradients in no optimizer's part; returns their parameters."""
         self._gradients.check_finished()
         if part is not None:
-            part.offloaded.give_back(has_values=has_values)
+            part.remote.give_back(has_values=has_values)
         return self._gradients.release_rest(part)
 
     def _prepare_values(self, moved: Sequence[torch.nn.Parameter]) -> None:
@@ -191,7 +191,7 @@ class RemoteOptimizers:
         moved: NamedParameters,
         options: UpdateOptions,
         owner: Callable[[], DeviceOptimizer | None],
-    ) -> OffloadedPart:
+    ) -> RemotePart:
         """Registers parameters and moves their values and the optimizer's state to the memory devices. Collective.
 
         Raises:
@@ -208,7 +208,7 @@ class RemoteOptimizers:
                 moves=self._provides_values,
             ),
         )
-        offloaded = RemoteParameters(
+        remote = RemoteParameters(
             _tensor_group(gradients),
             [parameter for _, parameter in moved],
             optimizer,
@@ -217,22 +217,22 @@ class RemoteOptimizers:
             finish_update=gradients.finish_update,
             meet=functools.partial(_is_true_anywhere, self._session, False),
         )
-        self._move_values(offloaded, gradients)
-        offloaded.take_over()
+        self._move_values(remote, gradients)
+        remote.take_over()
         if self._session.settings.least_workers:
             if not self._session.is_newcomer:
                 self._check_values_came()
-            offloaded.writes = True  # all write the same values later, because any worker may be lost
+            remote.writes = True  # all write the same values later, because any worker may be lost
         updates = gradients.update(
-            offloaded,
+            remote,
             before_backward=options.before_backward if options.overlap else None,
             is_stale=bool(options.staleness),
         )
-        return OffloadedPart(
-            gradients=gradients, optimizer=optimizer, offloaded=offloaded, updates=updates, owner=owner
+        return RemotePart(
+            gradients=gradients, optimizer=optimizer, remote=remote, updates=updates, owner=owner
         )
 
-    def _move_values(self, offloaded: RemoteParameters, gradients: GradientSynchroniser) -> None:
+    def _move_values(self, remote: RemoteParameters, gradients: GradientSynchroniser) -> None:
         """Moves parameters to the memory devices and allocates memory for the rest. Collective.
 
         Raises:
@@ -240,7 +240,7 @@ class RemoteOptimizers:
         """
         shortage: OutOfDeviceMemoryError | None = None
         try:
-            offloaded.move()
+            remote.move()
             gradients.reserve()
         except OutOfDeviceMemoryError as error:
             shortage = error
@@ -265,28 +265,28 @@ class RemoteOptimizers:
         self._session.release_buffers()
         self._gradients.register_rest()
 
-    def _hold_parameters(self, part: OffloadedPart, *, staleness: int) -> None:
+    def _hold_parameters(self, part: RemotePart, *, staleness: int) -> None:
         """Makes this worker's parameters those of the memory devices, or copies of them. Collective."""
-        group, offloaded = _tensor_group(part.gradients), part.offloaded
+        group, remote = _tensor_group(part.gradients), part.remote
         # Views and copies must not be mixed: workers with copies would take writes to a view for an update's result.
         # After this call, the values of the writing worker are in place.
         has_copies = self._is_true_anywhere(group.are_parameters_elsewhere)
         if staleness:
-            part.cached = offloaded.cache(staleness=staleness)
+            part.cached = remote.cache(staleness=staleness)
             part.cached.follow(self._module)
         elif has_copies:
-            part.updates.mirror(offloaded.mirror(part.gradients.synchronize))
+            part.updates.mirror(remote.mirror(part.gradients.synchronize))
         elif self._is_true_anywhere(bool(reason := group.map_own_parameters())):
             logger.info(
                 "workers see other workers' writes to parameters: %s", reason or "another worker needs this"
             )
-            offloaded.share()
+            remote.share()
         else:
-            offloaded.share(group.open_own_parameters(publishes=offloaded.writes))
+            remote.share(group.open_own_parameters(publishes=remote.writes))
 
-    def _follow_module(self, offloaded: RemoteParameters) -> None:
+    def _follow_module(self, remote: RemoteParameters) -> None:
         """Makes saving the module wait for updates, and snapshots keep contents before loading overwrites them."""
-        reference = weakref.ref(offloaded)  # the module may outlive its wrapper
+        reference = weakref.ref(remote)  # the module may outlive its wrapper
         self._module.register_load_state_dict_pre_hook(OwnHook(lambda: _keep_snapshots(reference)))
         self._module.register_state_dict_pre_hook(OwnHook(lambda: _wait_for_update(reference)))
 
@@ -295,7 +295,7 @@ class RemoteOptimizers:
 
     # Updating.
 
-    def update(self, part: OffloadedPart, *, gradient_scale: float = 1.0) -> None:
+    def update(self, part: RemotePart, *, gradient_scale: float = 1.0) -> None:
         """Updates an optimizer's parameters by their gradients, which all workers share.
 
         Args:
@@ -306,19 +306,19 @@ class RemoteOptimizers:
         self._gradients.check_finished()
         part.updates.run(gradient_scale=gradient_scale)
 
-    def end_overlapped_step(self, part: OffloadedPart) -> None:
+    def end_overlapped_step(self, part: RemotePart) -> None:
         """Permits the next backward to update."""
         self._check_open(part)
         part.gradients.end_step()
 
     def measured_gradients(
-        self, part: OffloadedPart, *, num_changes: int, are_unscaled: bool
+        self, part: RemotePart, *, num_changes: int, are_unscaled: bool
     ) -> list[MeasuredGradient]:
         """The existing gradients as measured by the memory devices; arguments as for GradientSynchroniser."""
         self._check_open(part)
         return part.gradients.measured(num_changes=num_changes, are_unscaled=are_unscaled)
 
-    def _check_open(self, part: OffloadedPart) -> None:
+    def _check_open(self, part: RemotePart) -> None:
         if self._gradients.is_closed or part not in self.parts:
             raise SessionClosedError(
                 "this model was closed, or parameters added later did not fit into device memory: its optimizer "
@@ -373,13 +373,13 @@ def _tensor_group(gradients: GradientSynchroniser) -> TensorGroup:
 
 def _keep_snapshots(reference: weakref.ref[RemoteParameters]) -> None:
     """Makes the snapshots of a model keep contents that are about to be overwritten, if the model still exists."""
-    offloaded = reference()
-    if offloaded is not None:
-        offloaded.keep_snapshots()
+    remote = reference()
+    if remote is not None:
+        remote.keep_snapshots()
 
 
 def _wait_for_update(reference: weakref.ref[RemoteParameters]) -> None:
     """Waits for updates before parameters are saved; raises if an update has failed."""
-    offloaded = reference()
-    if offloaded is not None:
-        offloaded.wait()
+    remote = reference()
+    if remote is not None:
+        remote.wait()

@@ -19,9 +19,9 @@ class RemoteUpdates:
     end_backward().
 
     Args:
-        offloaded: The parameters.
+        remote: The parameters.
         path: The path of their gradients.
-        tables: Their sparse gradients.
+        sparse_gradients: Their sparse gradients.
         failpoints: Points at which tests kill this worker.
         before_backward: Called at the beginning of a backward that updates, before any gradient is pushed; None if
             step() updates.
@@ -31,24 +31,24 @@ class RemoteUpdates:
 
     def __init__(
         self,
-        offloaded: RemoteParameters,
+        remote: RemoteParameters,
         path: GradientPath,
-        tables: SparseGradients,
+        sparse_gradients: SparseGradients,
         failpoints: Failpoints,
         *,
         before_backward: Callable[[], object] | None,
         is_stale: bool,
     ) -> None:
-        self._offloaded = offloaded
+        self._remote = remote
         self._path = path
-        self._tables = tables
+        self._sparse_gradients = sparse_gradients
         self._failpoints = failpoints
         self._before_backward = before_backward
         self._waits = before_backward is None or not is_stale
         self._waits_here = is_stale
         self._pulled: MirroredParameters | None = None
         self._is_under_way = False
-        self.count = offloaded.recovered_step
+        self.count = remote.recovered_step
         """Number of updates, including the running one."""
         self.is_step_due = False
         """Whether backward has updated without a following step() so far."""
@@ -72,18 +72,18 @@ class RemoteUpdates:
         self.count += 1
         self._reach("step.prepare")
         present = self._stage_gradients()
-        self._offloaded.begin(present, gradient_scale=gradient_scale)
+        self._remote.begin(present, gradient_scale=gradient_scale)
         self._push(present)
         self._end(is_whole=all(present))
 
     def _stage_gradients(self) -> list[bool]:
         """Copies every parameter's `.grad` to its slot; returns which parameters have one."""
-        gradients = [parameter.grad for parameter in self._offloaded.parameters]
+        gradients = [parameter.grad for parameter in self._remote.parameters]
         for index, gradient in enumerate(gradients):
             if gradient is None:
                 continue
-            if self._tables.are_there and index in self._tables:
-                self._tables.replace_mean(index, gradient)
+            if self._sparse_gradients.are_there and index in self._sparse_gradients:
+                self._sparse_gradients.replace_mean(index, gradient)
             else:
                 self._path.stage(index, gradient)
         self._path.finish_staging()
@@ -101,7 +101,7 @@ class RemoteUpdates:
         """Begins the update of a backward; a parameter is updated once all workers have pushed its gradient."""
         assert self._before_backward is not None
         self._before_backward()
-        self._offloaded.begin()
+        self._remote.begin()
 
     def end_backward(self, *, is_whole: bool) -> None:
         """Makes the next use of parameters wait for the update of a backward, whose gradients are all pushed.
@@ -130,7 +130,7 @@ class RemoteUpdates:
         if contributors:
             self._note(contributors)
         else:  # a stream waits
-            self._offloaded.expect()
+            self._remote.expect()
         self._reach("step.done")
         return contributors
 
@@ -144,7 +144,7 @@ class RemoteUpdates:
         self._is_under_way = False
         if self._pulled is not None:
             self._pulled.pull()
-        self._offloaded.finish(contributors)
+        self._remote.finish(contributors)
 
     def _reach(self, place: str, count: int = 0) -> None:
         """Kills this worker if a test requests it at this point, after `count` pushed gradients."""

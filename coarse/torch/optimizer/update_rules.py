@@ -222,11 +222,11 @@ def cannot_update_rows(optimizer: torch.optim.Optimizer) -> str:
     """
     name = type(optimizer).__name__
     if not isinstance(optimizer, (torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam)):
-        return f"{name} does not update tables by their rows; SGD, Adagrad and SparseAdam do"
+        return f"{name} does not update parameters by rows; SGD, Adagrad and SparseAdam do"
     for options in optimizer.param_groups:
         for option in ("momentum", "weight_decay"):
             if options.get(option):
-                return f"{name}({option}={options[option]}) changes rows of a table that have no gradient"
+                return f"{name}({option}={options[option]}) changes rows that have no gradient"
     return ""
 
 

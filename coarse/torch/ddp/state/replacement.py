@@ -19,19 +19,19 @@ from coarse.torch.weak_calls import weakly
 from coarse.worker_state import WorkerState
 
 
-def check_replaceable(settings: Settings, *, num_models: int, has_tables: bool) -> None:
+def check_replaceable(settings: Settings, *, num_models: int, has_sparse_gradients: bool) -> None:
     """Raises ValueError for a model with whose training a newcomer could not go on, if the settings ask for that.
 
     Args:
         settings: The session's settings.
         num_models: Models that were wrapped so far, with this one.
-        has_tables: Whether it has sparse gradients.
+        has_sparse_gradients: Whether it has sparse gradients.
     """
     if not settings.replaces_workers:
         return
     if num_models > 1:
         raise _refusal("a second model was wrapped, and a newcomer joins the steps of one", "Wrap one model")
-    if has_tables:
+    if has_sparse_gradients:
         raise _refusal("the model has sparse gradients", "Build its embeddings with sparse=False")
 
 
@@ -79,7 +79,7 @@ class Replacement:
         """
         _check_parts(self._gradients)
         step = self._session.join_training()
-        update = self._num_updates + sum(part.updates.count for part in self._gradients.offloaded)
+        update = self._num_updates + sum(part.updates.count for part in self._gradients.remote_parts)
         if update == self._last_update:
             return frozenset()
         if self._last_update < 0:
@@ -97,7 +97,7 @@ class Replacement:
         Raises:
             CoarseError: If no member can provide its state, or this worker has not built the same objects.
         """
-        for part in self._gradients.offloaded:
+        for part in self._gradients.remote_parts:
             part.catch_up()
         values = self._transfer.take(self._held_tensors(), self._session.entering)
         self._check_names(values["state"])
@@ -127,7 +127,7 @@ class Replacement:
 
     def _remote_groups(self) -> list[dict[str, Any]]:
         """The parameter groups of all optimizers in the memory devices, with their settings."""
-        return [group for part in self._gradients.offloaded for group in part.optimizer.param_groups]
+        return [group for part in self._gradients.remote_parts for group in part.optimizer.param_groups]
 
     def _local_parameters(self) -> Mapping[torch.nn.Parameter, str]:
         """The names of the trained parameters that no optimizer in the memory devices has."""
@@ -178,7 +178,7 @@ class Replacement:
 
 def _check_parts(gradients: GradientParts) -> None:
     """Raises ValueError if a newcomer could not average these gradients, or not begin with exact parameters."""
-    if any(part.cached is not None for part in gradients.offloaded):
+    if any(part.cached is not None for part in gradients.remote_parts):
         raise _refusal("workers have copies of the parameters", "Pass staleness=0")
     if gradients.options.hook is not None:
         raise _refusal(

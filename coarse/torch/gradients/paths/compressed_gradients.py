@@ -13,14 +13,16 @@ from coarse.torch.optimizer.mirrored_parameters import MirroredParameters
 
 
 def stand_ins(
-    parameters: Sequence[torch.nn.Parameter], dtype: torch.dtype, tables: Collection[torch.nn.Parameter]
+    parameters: Sequence[torch.nn.Parameter],
+    dtype: torch.dtype,
+    sparse_parameters: Collection[torch.nn.Parameter],
 ) -> list[torch.nn.Parameter]:
     """Placeholders for `parameters` in a GradientPath: tensors of the same layout and type `dtype`, without memory.
 
-    Complex parameters, `tables` and parameters no wider than `dtype` are returned unchanged.
+    Complex parameters, `sparse_parameters` and parameters no wider than `dtype` are returned unchanged.
     """
     return [
-        p if p.itemsize <= dtype.itemsize or p.is_complex() or p in tables else _stand_in(p, dtype)
+        p if p.itemsize <= dtype.itemsize or p.is_complex() or p in sparse_parameters else _stand_in(p, dtype)
         for p in parameters
     ]
 

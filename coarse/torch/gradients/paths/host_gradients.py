@@ -22,7 +22,7 @@ class HostGradients:
         gradient_as_view: Whether `.grad` becomes the slot; otherwise averages are copied back. Gradients outside host
             memory are always copied.
         keeps_gradients: False if the slot replaces the gradient and no `.grad` remains.
-        tables: Parameters without a slot; only contribute() handles them.
+        sparse: Parameters without a slot; only contribute() handles them.
     """
 
     def __init__(
@@ -33,14 +33,14 @@ class HostGradients:
         *,
         gradient_as_view: bool,
         keeps_gradients: bool,
-        tables: Container[int] = (),
+        sparse: Container[int] = (),
     ) -> None:
         self._group = group
         self._parameters = parameters
         self._layout = GradientLayout(names, parameters)
-        self._dense = [index for index in range(len(parameters)) if index not in tables]
+        self._dense = [index for index in range(len(parameters)) if index not in sparse]
         self._slots = [
-            torch.empty(0, dtype=p.dtype, device="cpu") if i in tables else slot_tensor(group.buffer(i), p)
+            torch.empty(0, dtype=p.dtype, device="cpu") if i in sparse else slot_tensor(group.buffer(i), p)
             for i, p in enumerate(parameters)
         ]
         self._addresses = [slot.data_ptr() for slot in self._slots]
@@ -48,7 +48,7 @@ class HostGradients:
         self._views = SlotViews(self._slots)
         self._keeps_gradients = keeps_gradients
         self._is_view = [
-            gradient_as_view and keeps_gradients and p.is_cpu and i not in tables
+            gradient_as_view and keeps_gradients and p.is_cpu and i not in sparse
             for i, p in enumerate(parameters)
         ]
 
