@@ -529,12 +529,17 @@ class Settings:
         self._check_together()
 
     def _check_together(self) -> None:
-        """Refuses settings that do not go with each other."""
+        """Rejects settings that exclude each other."""
         if self.memory_devices and self.partition_table:
             raise ValueError(
                 f"COARSE_MEMORY_DEVICES cannot be combined with COARSE_PARTITION_TABLE={self.partition_table}, "
                 "which already defines the memory devices; unset one of them"
             )
+        self._check_emulation()
+        self._check_recovery()
+        self._check_membership()
+
+    def _check_emulation(self) -> None:
         if self.machine and self.algorithm in _UNPACED:
             raise ValueError(
                 f"COARSE_ALGORITHM={self.algorithm} cannot be combined with COARSE_MACHINE: "
@@ -573,6 +578,8 @@ class Settings:
                 "COARSE_ROUTING=spread cannot be combined with COARSE_ALGORITHM=ring: a ring takes each "
                 "contribution from the worker's own memory device; choose exchange or direct"
             )
+
+    def _check_recovery(self) -> None:
         if self.keep_devices and self.sync_algorithm not in ("auto", "direct", "gather"):
             raise ValueError(
                 f"COARSE_KEEP_DEVICES cannot be combined with the algorithm {self.sync_algorithm}: memory "
@@ -584,6 +591,8 @@ class Settings:
                 f"COARSE_REPLICAS={self.replicas} needs COARSE_KEEP_DEVICES: the remaining memory devices must "
                 "wait for the workers of the next attempt. Set it to a number of seconds, such as 60"
             )
+
+    def _check_membership(self) -> None:
         if self.max_workers and not self.least_workers:
             raise ValueError(
                 f"COARSE_MAX_WORKERS={self.max_workers} needs COARSE_MIN_WORKERS, and not COARSE_ON_LOSS=restart: "

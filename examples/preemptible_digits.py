@@ -1,4 +1,4 @@
-"""Trains the digits of torch_digits.py in jobs that a cluster may preempt: they go on from their newest checkpoint.
+"""Trains the digits of torch_digits.py in jobs that a cluster may preempt: they resume from their newest checkpoint.
 
 How to run it: docs/clusters.md.
 """

@@ -182,7 +182,7 @@ def print_profile(basis: Basis) -> None:
     )
     columns = ("", *(f"md{device}" for device in range(key.num_devices)))
     print_table(
-        "Highest bandwidth, GB/s: push / pull / both at once, in sum",
+        "Highest bandwidth, GB/s: push / pull / both at once, together",
         columns,
         _matrix(profile, lambda kind, curve: curve.peak_gbytes_per_s * (2 if kind == BOTH else 1)),
     )
@@ -249,7 +249,7 @@ def _scope(arguments: argparse.Namespace) -> Scope:
         raise ValueError("--time-dilation needs --machine: only emulated time dilates")
     if arguments.partition_table and arguments.memory_devices:
         raise ValueError(
-            "--memory-devices does not go with --partition-table, which says what devices there are"
+            "--memory-devices cannot be combined with --partition-table, which already defines the memory devices"
         )
     is_open = arguments.workers is None and arguments.memory_devices is None
     name = arguments.partition_table or ("" if arguments.memory_devices else settings.partition_table)
@@ -285,7 +285,7 @@ def _memory_devices(text: str) -> int | tuple[MemoryName, ...]:
     devices = parse_memory_devices(text)
     num_devices = devices if isinstance(devices, int) else len(devices)
     if not 0 <= num_devices <= 64:
-        raise ValueError(f"--memory-devices {text} is out of range: it must lie between 0 and 64")
+        raise ValueError(f"--memory-devices {text} is out of range: it must be between 0 and 64")
     return devices
 
 

@@ -1,4 +1,4 @@
-"""`coarse status`: what each process of a job does, asked of it from another terminal."""
+"""`coarse status`: the activity of each process of a running job, from another terminal."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def by_job(answers: Sequence[Answer]) -> dict[str, list[Answer]]:
 
 
 def say_which(command: str, named: str, jobs: Mapping[str, Sequence[Answer]]) -> int:
-    """Lists the jobs of which the user must name one, or says that there is none.
+    """Lists the jobs from which the user must choose, or reports that there are none.
 
     Args:
         command: The sub-command that shows one job.
@@ -105,7 +105,7 @@ def _describe(answer: Answer, counters: Counters) -> str:
 
 
 def _describe_progress(answer: Answer, counters: Counters) -> str:
-    """Finished steps. A loop of all_reduce() alone has none: the pushed shards say whether it goes on."""
+    """Finished steps. A loop of all_reduce() alone has none: the pushed shards show its progress."""
     assert answer.report is not None
     steps = answer.report["step"]
     shards = counters.total("coarse_pushed_shards_total", worker=str(answer.address.number))

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 OFF, AUTO = "off", "auto"
 
 ALIKE_FRACTION = 0.01
-"""Uncertainty of estimates: for a smaller gain, nothing is split between the two ways."""
+"""Uncertainty of estimates: for a smaller gain, the tensors are not split."""
 
 _SHARES = 16
 """Number of shares of all bytes that are tried for the memory devices."""

@@ -1,4 +1,4 @@
-"""Who takes part in a session, and how a worker enters and leaves it (docs/guides/elastic.md)."""
+"""The members of a session, and how a worker enters and leaves it (docs/guides/elastic.md)."""
 
 from __future__ import annotations
 
@@ -85,12 +85,12 @@ class Membership:
         return client.num_begun_steps
 
     def heed_notices(self) -> None:
-        """From now on, SIGTERM asks this worker to leave, if the others can go on without it."""
+        """Makes SIGTERM ask this worker to leave, if the others can continue without it."""
         if self._least_workers:
             self.notice.open()
 
     def heed_notices_from_entry(self) -> None:
-        """Does so once this newcomer takes part in the training."""
+        """Does so once this newcomer is a member."""
         heed_notices = weakref.WeakMethod(self.heed_notices)
         self._client.linked().on_entry(lambda: (heed := heed_notices()) is not None and heed())
 
@@ -98,7 +98,7 @@ class Membership:
         """Tells the launcher that this worker leaves early; returns whether there is a job that it can leave.
 
         Raises:
-            ValueError: If the job does not go on without lost workers.
+            ValueError: If the job cannot continue without lost workers.
         """
         client = self._client.if_open
         if client is None:
@@ -106,7 +106,7 @@ class Membership:
         if not self._least_workers:
             raise ValueError(
                 f"worker {self._rank} cannot leave early: the others need it. Set COARSE_MIN_WORKERS, and "
-                "they go on without it; or give every worker the same number of steps, and call close()"
+                "they continue without it; or give every worker the same number of steps, and call close()"
             )
         for callback in self._on_leave:
             callback()

@@ -1,4 +1,4 @@
-"""Simulates training steps on machines that nobody has: every figure is *simulated* (docs/simulator.md).
+"""Simulates training steps on machines that need not exist: every figure is *simulated* (docs/simulator.md).
 
 Imports the runtime's pure planners and machine descriptions, never its processes.
 """

@@ -69,7 +69,7 @@ class ReduceKernel:
         return self._ops.coarse_reduce_weighted(weights=weights, **given)
 
     def reduce_rows(self, values: Any, numbers: Any, key: str, weights: Any = None) -> tuple[Any, Any]:
-        """Reduces rows of a table; returns the rows of all workers and their numbers, ascending without repeats.
+        """Reduces rows of a sparse gradient; returns all workers' rows and their numbers, ascending without repeats.
 
         Args:
             values, numbers, key: The rows, their numbers, and the key of their table.

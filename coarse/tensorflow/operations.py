@@ -73,14 +73,14 @@ class Operations:
         return [self._narrowed(op, each, tensor) for each, tensor in zip(reduced, tensors, strict=True)]
 
     def reduce_slices(self, op: str, slices: Any, weights: Any = None) -> Any:
-        """Sums or averages rows of a table over all workers.
+        """Sums or averages rows of a sparse gradient over all workers.
 
         If memory devices cannot reduce rows, the rows of all workers are gathered, and the consumer sums up repeated
         rows.
 
         Args:
             op: "sum" or "mean".
-            slices: tf.IndexedSlices of a table with the same shape and dtype on all workers.
+            slices: tf.IndexedSlices with the same dense shape and dtype on all workers.
             weights: As for reduce().
         """
         key = self._key_of_table(op, slices)
@@ -178,7 +178,7 @@ class Operations:
         channel = self._channel(name)
 
         def gather(values: Array, indices: Array, *weights: Array) -> list[Array]:
-            # Together, so that they are of the same workers.
+            # Together, so that the same workers contribute to all.
             rows = self._collectives.gather(name, _rows_as_bytes(values, indices), channel)
             gathered, numbers = _bytes_as_rows(np.concatenate(list(rows.values())), values, indices)
             if op == "mean":

@@ -10,7 +10,7 @@ _MARK = "_is_replaced_by_coarse"
 
 
 def replaces(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
-    """Returns a decorator that replaces `owner.name` by a function, unless it was replaced before.
+    """Returns a decorator that replaces `owner.name` by a function, unless that was done before.
 
     Args:
         owner: A class or module.

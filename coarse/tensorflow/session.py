@@ -1,4 +1,4 @@
-"""One COARSE session per strategy, and its rendezvous, because TensorFlow has none to offer."""
+"""One COARSE session per strategy, and its rendezvous, which TensorFlow does not provide."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def join_session(launch: LauncherEnvironment, number: int) -> Session:
     """Joins the session of this process's `number`-th strategy.
 
     Raises:
-        RendezvousError: If workers are missing, present twice, or do not agree; if new workers are to join later.
+        RendezvousError: If workers are missing, present twice, or do not agree; if settings admit new workers later.
     """
     settings = Settings.from_environment()
     _check_newcomers(settings)

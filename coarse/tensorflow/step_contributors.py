@@ -12,8 +12,8 @@ from coarse.tensorflow.operations import Operations
 class StepContributors:
     """The contributors of one worker's current step, in variables, which functions read when they run.
 
-    Workers add up who they are. If one is lost later in the step, its rows are part of the weights of the others'
-    losses, but its gradients are missing: weights() makes reductions compensate for that.
+    Workers sum one-hot vectors of their ranks. If one is lost later in the step, the weights of the others' losses
+    include its rows, but its gradients are missing: weights() makes reductions compensate for that.
 
     Args:
         operations: Operations of the strategy.

@@ -1,4 +1,4 @@
-"""The scripts for rented machines: the commands that they start there, and the same runs with small models here."""
+"""The scripts for AWS: the commands that they run there, and the same runs here with small models."""
 
 from __future__ import annotations
 

@@ -15,7 +15,9 @@ arguments = argparse.ArgumentParser()
 arguments.add_argument("--steps", type=int, default=4)
 arguments.add_argument("--offload", action="store_true", help="run the optimizer in the memory devices")
 arguments.add_argument("--save-to", help="save a checkpoint there after the second step")
-arguments.add_argument("--profile", action="store_true", help="print what torch's profiler calls the work")
+arguments.add_argument(
+    "--profile", action="store_true", help="print the names that torch's profiler gives the work"
+)
 arguments.add_argument(
     "--kill", type=int, default=-1, help="rank of a worker that is killed after the last step"
 )

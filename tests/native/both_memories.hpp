@@ -1,5 +1,5 @@
-// Groups in the memory of GPUs, and the same ones in host memory, for the tests of what computes there. The
-// driver is the stand-in of cuda_stand_in.cpp.
+// The same groups in the memory of GPUs and in host memory, for tests of the computation there. The driver is
+// the stand-in of cuda_stand_in.cpp.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -21,14 +21,14 @@ namespace coarse::test {
 
 inline constexpr std::size_t kNumClients = 3;
 
-/// What computes in the memory of some GPUs, and these.
+/// Some GPUs, and the object that computes in their memory.
 struct MemoryOfGpus {
   std::shared_ptr<const TensorMemory> memory;
   std::vector<cuda::SharedContext> gpus{};  // none: the host
   cuda::SharedContext gpuOfSlots{};         // null: the first of these
 };
 
-/// One group, with the memory that its plan asks for, and what computes there.
+/// One group, with the memory that its plan needs, and the object that computes there.
 class GroupIn {
  public:
   GroupIn(const GroupPlan& plan, MemoryOfGpus where)
@@ -75,7 +75,7 @@ class GroupIn {
     for (Memory& each : settings_)
       std::fill_n(reinterpret_cast<UpdateSettings*>(each.data()), plan_.numTensors(), settings);
   }
-  /// @param piecesOf those of a shard that are to be reduced.
+  /// @param piecesOf a shard: the pieces to reduce.
   void run(const std::function<std::vector<ShardPiece>(const Shard&)>& piecesOf = nullptr) {
     for (std::uint32_t shard = 0; shard < plan_.shards.size(); ++shard) {
       ShardTask task{group_.get(), {plan_.id, shard, 1, 0}, {}, 0};
@@ -86,10 +86,9 @@ class GroupIn {
     ASSERT_EQ(finished_.size(), plan_.shards.size());
     ASSERT_FALSE(compute_->isBusy());
   }
-  /// Reduces each shard of what clients 0 and 2 have in their slots, and of what lies in the host's memory
-  /// between them, as of another node; has the result everywhere, or only in the host's memory if
-  /// `isPartial`.
-  /// @returns that memory.
+  /// Reduces each shard from the slots of clients 0 and 2, with another node's contribution in host memory
+  /// between them. Stores the result everywhere, or only in host memory if `isPartial`.
+  /// @returns that host memory.
   std::vector<std::byte> runBesideHost(bool isPartial) {
     const Memory places(plan_.clientBytes());
     const TensorBytes reached = memory_->reach(places.data(), places.mapping.numBytes());
@@ -117,7 +116,7 @@ class GroupIn {
     compute_->drain();
     return {places.data(), places.data() + plan_.clientBytes()};
   }
-  /// Reduces a shard with which links are through at `notBefore`. @returns when it was finished.
+  /// Reduces a shard whose transfers on the links end at `notBefore`. @returns when the reduction ended.
   MonotonicNs reduceHeld(std::uint32_t shard, MonotonicNs notBefore) {
     compute_->begin({group_.get(), {plan_.id, shard, 1, 0}, {}, notBefore});
     compute_->drain();
@@ -162,7 +161,7 @@ class GroupIn {
   std::unique_ptr<ShardCompute> compute_;
 };
 
-/// The same group twice: in the host's memory, and in that of GPUs.
+/// The same group twice: in host memory and in the memory of GPUs.
 class BothMemories {
  public:
   BothMemories(const GroupPlan& plan, MemoryOfGpus gpus)

@@ -1,4 +1,4 @@
-// What memory holds, to be compared.
+// Compares the contents of memory.
 #pragma once
 
 #include <cstddef>

@@ -1,5 +1,5 @@
-/// Where CUDA cannot be used it is said what is missing and what to do; where it can, what is taken is given
-/// back. The driver is the stand-in of cuda_stand_in.cpp.
+/// Without CUDA, errors name the missing part and a remedy; with it, all memory is freed again. The driver is
+/// the stand-in of cuda_stand_in.cpp.
 #include "coarse/gpu/cuda_driver.hpp"
 
 #include <fcntl.h>
@@ -167,7 +167,7 @@ TEST(CudaUnusedMemory, IsLeftWithoutWaitingAndStaysMappedWhileAStreamIsCaptured)
   EXPECT_EQ(numUnused(), 0U);
 }
 
-// What a pair was found to be is known to the end of the process: no other test has these.
+// The process caches which pairs reach each other, so no other test uses these.
 TEST(CudaPeers, AreTriedNotOnlyAsked) {
   const test::Variable numGpus("STAND_IN_GPUS", "8"), apart("STAND_IN_GPUS_ARE_APART", "5:6"),
       loses("STAND_IN_LOSES", "5:7");

@@ -1,6 +1,6 @@
 // For the thread sanitizer only. Processes see shared memory at addresses of their own, and so do the devices
-// and workers of a test; the sanitizer tells memory by its address and would see neither their accesses meet
-// nor the orders between them. Here every mapping of the same memory, from its start on, gets the same
+// and workers of a test; the sanitizer identifies memory by its address, and would see neither conflicting
+// accesses nor their order. Here every mapping of the same memory, from its start on, gets the same
 // address (linked with --wrap), so that it judges the whole protocol across devices.
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -32,7 +32,7 @@ struct Views {
 };
 
 Views& views() {
-  static auto* all = new Views;  // outlives whatever unmaps at exit
+  static auto* all = new Views;  // outlives every object that unmaps at exit
   return *all;
 }
 
@@ -64,6 +64,6 @@ int __wrap_munmap(void* address, std::size_t numBytes) {
   return __real_munmap(address, numBytes);
 }
 
-// What was sent from shared memory is written again only after the other node has received all of it and
+// Memory that was sent from is written again only after the other node has received all of it and
 // answered. That order goes through the kernel and another node, where the sanitizer does not see it.
 extern "C" const char* __tsan_default_suppressions() { return "race:sendPieces\n"; }

@@ -1,5 +1,5 @@
-/// Snapshots of memory that is updated in place: what they see, what they cost, and that updates and readers
-/// may meet anywhere.
+/// Snapshots of memory that is updated in place: their contents, their cost, and updates concurrent with
+/// readers at any point.
 #include "coarse/snapshot/snapshot.hpp"
 
 #include <gtest/gtest.h>
@@ -24,7 +24,7 @@ constexpr std::size_t kPageBytes = 4096;
 constexpr std::size_t kPlentyOfBytes = std::size_t{1} << 40;
 const std::vector<std::size_t> kBlockBytes = {4 * kPageBytes, kPageBytes, 12, 3 * kPageBytes + 4};
 
-/// Blocks of words that are updated in place by two memory devices, and what those share.
+/// Blocks of words that two memory devices update in place, and the memory that both share.
 class Blocks {
  public:
   explicit Blocks(std::size_t limitBytes = kPlentyOfBytes, milliseconds patience = milliseconds(30'000),
@@ -153,7 +153,7 @@ TEST(Snapshots, BesideOneAnotherTakeMemoryBeyondWhatIsShared) {
   const std::size_t wholeBytes = blocks.residentBytes();
   blocks.updateAll(1);
   const std::uint32_t first = blocks.begin();
-  const std::uint32_t second = blocks.begin();  // both refer to what the first update overwrites
+  const std::uint32_t second = blocks.begin();  // both refer to the version that the first update overwrites
   blocks.updateAll(2);
   const std::uint32_t third = blocks.begin();
   blocks.updateAll(3);
@@ -261,7 +261,8 @@ TEST(Snapshots, StayRightWhateverAWorkerWritesToTheCounter) {
     blocks.update(0, 2);  // devices have seen that it has begun
     blocks.begun() = begun;
     blocks.updateAll(3);
-    EXPECT_EQ(blocks.reader().statistics().numWaits, 0U) << "nobody waits for what was never begun";
+    EXPECT_EQ(blocks.reader().statistics().numWaits, 0U)
+        << "nobody waits for a snapshot that was never begun";
     EXPECT_EQ(blocks.reader().statistics().impossible, std::max(begun, 1U));
     EXPECT_EQ(blocks.trigger().impossible(), std::max(begun, 1U));
     EXPECT_EQ(blocks.begin(), 0U);

@@ -1,4 +1,4 @@
-"""Stragglers, slow links and jitter: bounds and closed forms of what they cost each scheme."""
+"""Stragglers, slow links and jitter: bounds and closed forms of their cost for each scheme."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ class Recorder:
 
 
 class Counting(torch.optim.SGD):
-    """Has something in its state dict that torch's own optimizers have not."""
+    """Has an entry in its state dict that torch's own optimizers lack."""
 
     calls = 0
 
@@ -299,7 +299,7 @@ def test_what_is_written_to_data_while_it_is_copied_is_named(monkeypatch):
     average = torch.zeros(3)
 
     def look(tensor):
-        average.data.fill_(1)  # what has been copied is older
+        average.data.fill_(1)  # the copy is older
         return as_bytes(tensor)
 
     monkeypatch.setattr(host_copies, "as_bytes", look)
@@ -370,7 +370,7 @@ def test_a_save_that_is_due_while_another_is_written_waits_for_its_turn(tmp_path
     may_go_on = threading.Event()
     with Checkpointer(tmp_path, model, optimizer, every=2, options=OPTIONS) as checkpointer:
         checkpointer._parent._observe = lambda operation, name: may_go_on.wait(20)
-        take_steps(model, optimizer, steps=5, checkpointer=checkpointer)  # that of step 4 waits
+        take_steps(model, optimizer, steps=5, checkpointer=checkpointer)  # the save of step 4 waits
         may_go_on.set()
         checkpointer.wait()
         assert list_of_steps(tmp_path) == [2]
@@ -577,7 +577,7 @@ def saved(tmp_path, model=None):
 
 
 def refused(tmp_path, model, optimizer=None, state=None):
-    """Why a checkpoint does not load into something, which is left as it was."""
+    """The reason why a checkpoint does not load into an object, which stays unchanged."""
     before = {key: value.clone() for key, value in model.state_dict().items()}
     with (
         Checkpointer(tmp_path, model, optimizer, state=state or {"random": RandomState()}) as checkpointer,
@@ -662,7 +662,7 @@ def test_a_certain_step_can_be_restored(tmp_path):
 
 
 def test_a_folder_holds_one_training(tmp_path, caplog):
-    """What goes on from an older checkpoint would be pruned before what it left behind, and not be found again."""
+    """New checkpoints of a training that resumed from an older one would be pruned first, and never be found."""
     model = with_buffers()
     optimizer = make_adamw(model)
     with Checkpointer(tmp_path, model, optimizer) as checkpointer:

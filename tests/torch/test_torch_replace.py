@@ -122,7 +122,7 @@ def test_a_new_worker_that_names_other_objects_fails_and_the_others_go_on(tmp_pa
 
 @pytest.mark.parametrize("mode", ["plain", pytest.param("split", marks=pytest.mark.slow)])
 def test_another_worker_provides_the_state_if_the_first_is_lost_meanwhile(tmp_path: Path, mode: str) -> None:
-    """And is replaced itself: that new worker gets the state from one that was new before."""
+    """A replacement is replaced itself: the next new worker gets the state from one that was new before."""
     printed, reports = run(tmp_path, mode, 1, 2, "orphan", "live")
     *_, faults = printed.rstrip().rpartition("faults: ")
     assert set(faults.split(", ")) == {
@@ -192,7 +192,7 @@ DENSE_REFUSALS = {
 def test_training_with_which_a_new_worker_could_not_go_on_is_refused(
     tmp_path: Path, mode: str, refusals: dict[str, str]
 ) -> None:
-    """On all workers, with what to do instead."""
+    """On all workers, with the alternative."""
     launcher = ("coarse", "run", "-n", "2", "--min-workers", "1", *COARSE_RUN[-4:])
     launch(launcher, Path(__file__).parent / "refusal_script.py", (str(tmp_path), mode))
     for rank in range(2):

@@ -1,4 +1,4 @@
-"""The CCI model says what the paper's text gives; DENSE's links follow it."""
+"""The CCI model gives the figures of the paper's text; DENSE's links follow it."""
 
 from __future__ import annotations
 

@@ -169,7 +169,7 @@ def test_steps_of_one_job_meet_at_different_ports():
 
 
 def test_nodes_that_slurm_does_not_name_have_to_be_told():
-    """Others than the first waited for themselves, at 127.0.0.1."""
+    """Workers other than the first waited for themselves, at 127.0.0.1."""
     unnamed = {name: value for name, value in SLURM.items() if name != "SLURM_STEP_NODELIST"}
     assert adopted(unnamed) == dict(zip(NAMES, "4501", strict=True))
     of_one_node = unnamed | {"SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NODEID": "0"}

@@ -27,7 +27,7 @@ tables = st.builds(PartitionTable.even, num_workers=st.integers(2, 9), num_devic
 
 
 class Links:
-    """Links whose transfers take as long as they are told, in turns of the processor's own clock."""
+    """Links whose transfers take a given time on the processor's clock."""
 
     def __init__(self, s_per_byte):
         self._s_per_byte = s_per_byte
@@ -91,7 +91,7 @@ def test_small_sizes_are_repeated_more_often_and_time_is_kept():
     counts = Counter({size: len(next(iter(repeats.values()))[size]) for size in (1000, 1_000_000, 8_000_000)})
     assert counts[1000] == MOST_REPEATS
     assert counts[1000] >= counts[1_000_000] > counts[8_000_000] >= 1
-    assert took_s < 5.0  # 0.4, and what other tests take of the processors
+    assert took_s < 5.0  # 0.4, and the load of other tests
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
 

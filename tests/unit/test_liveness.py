@@ -22,7 +22,7 @@ def await_end(probe):
 
 
 def await_connection(probe):
-    """In a test, loopback connections are there at once."""
+    """In a test, loopback connections open at once."""
     for _ in range(100):
         assert not probe.sees_end()
 

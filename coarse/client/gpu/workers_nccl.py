@@ -70,7 +70,7 @@ def _describe_sharing(gpus: Sequence[str], number: int) -> str:
     others = [str(other) for other, gpu in enumerate(gpus) if gpu == gpus[number] and other != number]
     if not others:
         return ""
-    return f"is on one GPU with worker {', '.join(others)}, which NCCL takes from 2.30 on, if it is told to"
+    return f"is on one GPU with worker {', '.join(others)}, which NCCL allows from 2.30 on, if configured"
 
 
 class _Joining:
@@ -95,7 +95,7 @@ class _Joining:
         while not self._has_ended.wait(_LOOK_S):
             check_others()
             if time.monotonic() > deadline_s:
-                return f"NCCL has not joined all workers within {timeout_s:.0f} s; NCCL_DEBUG=INFO has it say more"
+                return f"NCCL has not joined all workers within {timeout_s:.0f} s; set NCCL_DEBUG=INFO for its log"
         return self._reason
 
     def give_up(self) -> None:
@@ -112,7 +112,7 @@ class _Joining:
                 self._library, self._unique_id, self._number, len(self._gpus), context
             )
             self.communicator = communicator
-            if not self._is_given_up:  # else the others are gone, and connecting would wait for them
+            if not self._is_given_up:  # otherwise the others are gone, and connecting would block
                 _connect(communicator, context)
         except Exception as error:  # passed to the waiting thread
             self._reason = str(error)

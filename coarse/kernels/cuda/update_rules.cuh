@@ -1,4 +1,5 @@
-// The rules of coarse/update.hpp for one element, with the operations of reduce_kernels.inc in their order.
+// The rules of coarse/reduce/update.hpp for one element, with the operations of reduce_kernels.inc in their
+// order.
 #pragma once
 
 #include "batches.cuh"
@@ -6,7 +7,7 @@
 
 namespace coarse::cuda {
 
-/// UpdateRule of coarse/update.hpp.
+/// UpdateRule of coarse/reduce/update.hpp.
 enum class Rule : std::uint32_t {
   kNone = 0,
   kSgd = 1,

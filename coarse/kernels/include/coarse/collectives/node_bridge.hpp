@@ -39,8 +39,8 @@ class NodeBridge final : private FrameHandler {
   NodeBridge(const NodeBridge&) = delete;
   NodeBridge& operator=(const NodeBridge&) = delete;
 
-  /// What happened to connections since the last call: they are silent, broken, in order again or lost. Any
-  /// thread may call it, and the three below, by which connections that broke are replaced.
+  /// Events of connections since the last call: silent, broken, working again or lost. Any thread may call
+  /// this and the three functions below, which replace broken connections.
   std::vector<NodeEvent> takeEvents();
   /// Readable when takeEvents() has something, and at the end; closed with the object.
   int eventFd() const noexcept { return eventFd_; }
