@@ -29,7 +29,7 @@ LEAST_DELAY_MS = 0.2
 _BITS_PER_S = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _FORWARDER_SOURCE = Path(__file__).with_name("frame_delay.cpp")
 _BURST_BYTES = 128 << 10
-"""Above the longest frame, and little beside the shortest message that is timed."""
+"""Above the longest frame, and little compared with the shortest message that is timed."""
 
 _BURST_S = 0.25e-3
 _QUEUE_S = 0.05

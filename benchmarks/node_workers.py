@@ -33,7 +33,7 @@ _SOCKET_TIMEOUT_S = 60.0
 
 
 class TorchBackend(Gloo):
-    """A backend of torch.distributed beside gloo, which is the default group's."""
+    """A backend of torch.distributed in addition to gloo, which is the default group's."""
 
     def __init__(self, job: WorkerJob, backend: str) -> None:
         super().__init__(job)

@@ -1,4 +1,4 @@
-"""Steps of the simulator beside steps of the real runtime: emulated, measured here, and over a cable.
+"""Steps of the simulator compared with steps of the real runtime: emulated, measured here, and over a cable.
 
     python benchmarks/simulator_validation.py [--parts emulated,measured,namespaces] [--workers N,N] [--quick]
         [--json FILE]

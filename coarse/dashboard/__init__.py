@@ -1,1 +1,1 @@
-"""The dashboard of a job: samples of what its processes do, a server on loopback, and the page that it serves."""
+"""The dashboard of a job: samples of its processes, a server on loopback, and the page that it serves."""

@@ -1,6 +1,6 @@
 """The kernels of coarse/kernels/cuda, compiled for the GPU at hand by NVRTC: no nvcc is needed.
 
-`batches.cuh` says which kernels there are and what they take. Native code launches them by the handles that
+`batches.cuh` declares the kernels and their arguments. Native code launches them by the handles that
 `CudaKernels.function` gives; `CudaKernels.launch` does so from Python.
 """
 
@@ -122,7 +122,7 @@ class CudaKernels:
 
         Args:
             name: Of the kernel.
-            batch: Of native cuda_reduce_batch() or cuda_update_batch(), with what a MeasureBatch adds behind it.
+            batch: Of native cuda_reduce_batch() or cuda_update_batch(), followed by the fields of a MeasureBatch.
             num_tiles: Of the batch.
             stream: A CUstream as an address.
 
@@ -135,7 +135,7 @@ class CudaKernels:
 
 
 def find_compiler(device: int) -> Nvrtc:
-    """What compiles for a GPU; compiles nothing, and makes no context.
+    """Finds the compiler for a GPU; compiles nothing, and makes no context.
 
     Raises:
         CudaError: If there is no driver, or no such GPU.

@@ -197,7 +197,7 @@ def _own_buckets(buckets: _Buckets, path: PathClass, source: _Endpoint, target: 
 def _interface_buckets(
     buckets: _Buckets, network: Network, source: _Endpoint, target: _Endpoint
 ) -> Iterator[int]:
-    """Buckets of the two nodes' interfaces: what leaves the one, and what enters the other."""
+    """Buckets of the two nodes' interfaces: outgoing traffic of one, incoming traffic of the other."""
     yield buckets.number(f"{source.node} network out", float(network.gbytes_per_s.value))
     yield buckets.number(f"{target.node} network in", float(network.gbytes_per_s.value))
 

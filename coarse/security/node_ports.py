@@ -105,7 +105,7 @@ class NodePorts:
 
 
 def _bound(family: socket.AddressFamily, host: str, port: int) -> socket.socket:
-    """A socket with a port that no other socket has; later, one may listen there beside it."""
+    """A socket with a port that no other socket has; another socket may listen there later."""
     bound = socket.socket(family, socket.SOCK_STREAM)
     try:
         bound.bind((host, port))

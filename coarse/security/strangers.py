@@ -1,4 +1,4 @@
-"""What servers need towards peers that may be anybody: no lack of descriptors and no flood of log lines stops one."""
+"""Protects servers from unknown peers, which could exhaust descriptors or flood the log."""
 
 from __future__ import annotations
 

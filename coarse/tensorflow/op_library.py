@@ -41,7 +41,7 @@ def prebuilt_path() -> Path:
 
 
 def compile_flags() -> list[str]:
-    """What a C++ compiler needs to compile the op for the installed TensorFlow."""
+    """Inputs of the C++ compiler that compiles the op for the installed TensorFlow."""
     return ["-std=c++17", "-O2", "-w", "-fPIC", f"-I{_INCLUDE}", *tf.sysconfig.get_compile_flags()]
 
 

@@ -121,7 +121,7 @@ void finishRows(void* opaque, const char* failure, std::uint64_t count, const st
   finish(opaque, failure);
 }
 
-/// What both ops have: they say by name what they reduce, and in which session.
+/// Attributes of both ops: names of the reduced tensors and of the session.
 class KeyedOp : public AsyncOpKernel {
  public:
   explicit KeyedOp(OpKernelConstruction* context) : AsyncOpKernel(context) {

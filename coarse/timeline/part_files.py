@@ -1,4 +1,4 @@
-"""The parts of a timeline: where they lie, and what each says about its process and its tensor groups."""
+"""The parts of a timeline: their folder, and what each records of its process and its tensor groups."""
 
 from __future__ import annotations
 

@@ -243,7 +243,7 @@ class ElasticSampler(torch.utils.data.Sampler):  # type: ignore[misc]
         self._num_taken = self._num_used = 0
 
     def load_state_dicts(self, states: list[Mapping[str, Any]]) -> None:
-        """load_state_dict() of what all workers have saved alike."""
+        """load_state_dict() with the state that all workers have saved."""
         self.load_state_dict(states[0])
 
     # ---- what a step shows ----

@@ -16,7 +16,7 @@ _MOST_KEPT_ROUNDS = 4
 
 @dataclass(slots=True)
 class Round:
-    """What all members train on in one step.
+    """The samples of all members in one step.
 
     Args:
         shares: The samples of each member, by rank.
@@ -51,7 +51,7 @@ class Round:
 class SampleDivision:
     """The samples of an epoch that nobody has, and those of each member in the next steps. Knows no dataset.
 
-    A *round* is what all members train on in one step: each takes `batch_size` samples, or all together take
+    A *round* has the samples of all members in one step: each takes `batch_size` samples, or all together take
     `global_batch_size`. In the last round of an epoch they share what is left. If that is less than a sample for
     each, nobody takes it. Rounds are divided in the order of training, and may be divided ahead of it, as by a loader
     that loads batches in advance.
@@ -224,7 +224,7 @@ class SampleDivision:
         )
 
     def progress(self) -> dict[str, Any]:
-        """What steps have not used, as JSON values; independent of the members."""
+        """The unused samples, as JSON values; independent of the members."""
         copy = SampleDivision(self._num_samples, self._batch_size, self.members)
         copy.load(self.state())
         copy.put_back()

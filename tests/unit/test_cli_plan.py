@@ -207,7 +207,7 @@ def test_what_if_says_first_what_was_not_validated(tmp_path, capsys):
     document = what_if(tmp_path, "cxl-pool", "--workers", "64", "--tflops", "60")
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == (
-        "Outside of what was validated: 64 workers are more than 10 times the largest validated number, 4."
+        "Outside of the validated range: 64 workers are more than 10 times the largest validated number, 4."
     )
     assert lines[3] == "So the true step may lie outside of the range below."
     assert lines[4].startswith("No profile of this machine is cached")

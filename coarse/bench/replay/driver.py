@@ -32,7 +32,7 @@ from coarse.tuning.first_steps import TIMED_STEPS
 _WHOLE_TENSORS = 1 << 32
 
 BLOCKED, STEP = "blocked time", "step"
-"""What a run is for: the time to which its pacing error relates."""
+"""Purposes of runs: the time to which the pacing error relates."""
 
 _LEAST_BLOCKED = 0.01
 """Least share of a step to which the pacing error relates: blocked time below it is as good as none."""

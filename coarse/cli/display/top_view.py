@@ -20,7 +20,7 @@ Item = TypeVar("Item")
 _STATE_STYLES = {SILENT: "red", STARTS: "dim", WAITS: "cyan"}
 _LIMITING_STYLE = "yellow"
 _FAULT_STYLE = "red"
-_LIMITING_SHARE = 0.9  # use of a link or of sync cores from which they count as what limits the job
+_LIMITING_SHARE = 0.9  # use of a link or of sync cores from which they count as the bottleneck
 _LEAST_TEXT = 8  # columns of the terminal for the last column of a table
 
 

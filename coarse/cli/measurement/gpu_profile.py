@@ -64,7 +64,7 @@ def print_topology(topology: GpuTopology, uuids: list[str]) -> None:
         node = "unknown" if place.numa_node is None else str(place.numa_node)
         ways = [_way(topology, number, other) for other in numbers]
         rows.append((f"cuda:{gpu}", place.name, place.bus_id, node, *ways))
-    print_table("GPUs, and what leads from one to another", columns, rows)
+    print_table("GPUs and the connections between them", columns, rows)
 
 
 def print_links(links: GpuLinks) -> None:
@@ -75,7 +75,7 @@ def print_links(links: GpuLinks) -> None:
     smallest = next(iter(links.curves.values())).points[0].nbytes
     print(f"measured on {', '.join(links.gpus)}; {BenchMachine.here()}; host memory is pinned")
     print_table(
-        "Copies: highest bandwidth, both directions in sum",
+        "Copies: highest bandwidth, sum of both directions",
         ("path", f"{format_size(smallest)}, us", "alpha, us", "beta, GB/s", "highest, GB/s"),
         _rows(links),
     )

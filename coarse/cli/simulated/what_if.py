@@ -102,7 +102,7 @@ def print_answer(found: Answer) -> None:
 def _sentences(found: Answer) -> Iterator[str]:
     setup, here = found.setup, found.here
     for words in found.doubts:
-        yield f"Outside of what was validated: {words}."
+        yield f"Outside of the validated range: {words}."
     if found.doubts:
         yield "So the true step may lie outside of the range below."
     if here is None:

@@ -1,4 +1,4 @@
-/* Workers at the left, memory devices at the right, and the links between them as wide as what they carry. */
+/* Workers at the left, memory devices at the right, and the links between them as wide as their traffic. */
 
 import { keep, say, set, svg } from "./dom.js";
 import * as format from "./format.js";

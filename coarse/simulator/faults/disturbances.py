@@ -1,4 +1,4 @@
-"""What slows single workers and links down: stragglers, jitter and degraded links.
+"""Slowdowns of single workers and links: stragglers, jitter and degraded links.
 
 The runtime's plans know nothing of them: they are those of an undisturbed step.
 """

@@ -223,7 +223,7 @@ def _serve(visitor: socket.socket, fd: int, token: bytes) -> bool:
 
 
 def _await(store: Store, watch: PeerWatch, key: str, lack: str, deadline: float) -> bytes:
-    """What another rank tells through the store. `lack` is the error without it."""
+    """The value that another rank has put into the store. `lack` is the error without it."""
     try:
         return watch.get(store, key, max(0.0, deadline - time.monotonic()))
     except TimeoutError:

@@ -132,7 +132,7 @@ def _import(name: str) -> None:
 
 
 def _script_folders() -> list[str]:
-    """What Python will insert into sys.path for the script: its folder, or itself if it has modules within."""
+    """The entry that Python inserts into sys.path for the script: its folder, or itself if it has modules within."""
     is_module = sys.argv[0] == "-m"
     path = os.getcwd() if is_module else os.path.realpath(sys.argv[0])
     if not is_module and _is_importable_from(path):

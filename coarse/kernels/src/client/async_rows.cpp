@@ -116,7 +116,7 @@ void AsyncRows::push(Table& table) {
                   [this, &table](const char* failure) { finish(table, failure); });
 }
 
-/// What each row is to be multiplied by, so that the others have the weight of lost workers; empty if nobody
+/// The factor of each row, so that the others have the weight of lost workers; empty if nobody
 /// is lost.
 std::vector<double> AsyncRows::factorsOf(const Table& table, const Result& rows) const {
   const Weights& weights = table.request.weights;

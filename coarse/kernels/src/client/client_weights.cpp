@@ -76,7 +76,7 @@ std::vector<double> Client::compensations(std::uint32_t groupId, std::uint32_t t
   return factors;
 }
 
-/// What a weighted sum is to be multiplied by, so that those who have contributed have the weight of all.
+/// The factor of a weighted sum, so that those who have contributed have the weight of all.
 double Client::compensation(const Group& group, std::uint32_t shard, std::uint32_t step,
                             const Weights& weights) {
   if (weights.count != group.plan.numClients)

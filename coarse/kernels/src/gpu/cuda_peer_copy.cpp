@@ -47,7 +47,7 @@ NearCopies::Copy* NearCopies::find(const void* address, std::size_t numBytes) {
     const cuda::MemoryInfo memory = stream_.context()->memoryInfo();
     throw cuda::OutOfMemoryError(
         "cuda:" + std::to_string(stream_.context()->device()) + " needs " + std::to_string(numBytes >> 10) +
-        " KiB for copies of what lies on cuda:" + std::to_string(copy.owner->device()) +
+        " KiB for copies of memory of cuda:" + std::to_string(copy.owner->device()) +
         ", which it cannot reach; " + std::to_string(memory.freeBytes >> 10) + " of its " +
         std::to_string(memory.totalBytes >> 10) +
         " KiB are free. Use fewer workers, or memory devices on GPUs that reach each other "

@@ -97,11 +97,11 @@ inline at::Tensor readable(const at::Tensor& tensor) {
   return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous();
 }
 
-/// What the caller's current stream of a GPU has been given so far, for another thread to come behind it:
+/// The work on the caller's current stream of a GPU so far, which another thread can wait for:
 /// that thread's own current stream knows nothing of it.
-class CallersOrder {
+class StreamOrder {
  public:
-  explicit CallersOrder(c10::Device device) : device_(device), event_(device.type()) {
+  explicit StreamOrder(c10::Device device) : device_(device), event_(device.type()) {
     event_.record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
   }
 
@@ -155,7 +155,7 @@ class Writable {
  private:
   at::Tensor user_;
   at::Tensor memory_;
-  std::optional<CallersOrder> order_;
+  std::optional<StreamOrder> order_;
 };
 
 /// Complex numbers are added as pairs of real ones.

@@ -116,7 +116,7 @@ class GroupScratch {
   /// Goes on to read the next round: waits until all other ranks have published it.
   /// @throws std::runtime_error that names the missing rank: late, gone or left.
   void meet(Deadline deadline);
-  /// What `rank` has written in the round that is being read.
+  /// The data of `rank` in the round that is being read.
   const std::byte* buffer(std::size_t rank) const noexcept { return bufferOf(rank, read_); }
   const CallHeader& header(std::size_t rank) const noexcept { return headerOf(rank, read_); }
 

@@ -38,7 +38,7 @@ class SharedCollectives final : public Collectives {
   std::string missingRanks() const override;
   void close() noexcept override;
 
-  /// Of a leader of several nodes; else null.
+  /// On a leader of several nodes; elsewhere null.
   NodeBridge* bridge() const noexcept { return bridge_.get(); }
 
  private:

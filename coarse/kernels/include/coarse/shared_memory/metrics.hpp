@@ -18,7 +18,7 @@ namespace coarse {
 
 enum class MetricKind : std::uint8_t { kCounter, kGauge, kHistogram };
 
-/// What a cell holds. Durations are nanoseconds there and seconds for readers.
+/// The contents of a cell. Durations are nanoseconds there and seconds for readers.
 enum class MetricUnit : std::uint8_t { kNumber, kBytes, kSeconds };
 
 /// The kind of process that has the metric. Readers label its values with the worker or memory device.
@@ -32,13 +32,13 @@ inline constexpr std::size_t kByWorkers = 6;     // the workers reduce it themse
 inline constexpr std::size_t kUpdateByMean = 7;  // the parameter is updated by a mean that slots hold already
 inline constexpr std::size_t kNumWays = 8;
 
-/// What a worker waits for.
+/// The reason why a worker waits.
 enum class WaitCause : std::uint8_t {
   kResults = 0,     // of pushed tensors
   kAllReduce = 1,   // of an unregistered buffer
   kQueue = 2,       // a place in the queue of a memory device
   kProbe = 3,       // a link's measurement
-  kBackground = 4,  // results, in a thread beside the training
+  kBackground = 4,  // results, in a thread besides the training's
   kRequest = 5,     // an answer of memory devices, such as to a registration; counted in Python
 };
 inline constexpr std::size_t kNumWaitCauses = 6;
