@@ -17,7 +17,7 @@
 //   cuLaunchKernel(function, min(batch.numTiles, mostBlocks), 1, 1, kThreads, 1, 1, 0, stream, parameters,
 //   nullptr);
 //
-// Arithmetic is that of coarse/reduce.hpp and coarse/update.hpp, to the bit.
+// Arithmetic is that of coarse/reduce/reduce.hpp and coarse/reduce/update.hpp, to the bit.
 #pragma once
 
 #include "platform.cuh"
@@ -67,8 +67,8 @@ struct ReduceBatch {
 };
 static_assert(sizeof(ReduceBatch) == 3984, "a wire format");
 
-/// GradientMeasure of coarse/layout.hpp, but NaN or Inf is attributed to a position among the shard's inputs,
-/// not to a client.
+/// GradientMeasure of coarse/shared_memory/layout.hpp, but NaN or Inf is attributed to a position among the
+/// shard's inputs, not to a client.
 struct ShardMeasure {
   double sumOfSquares;
   std::int32_t nonFiniteOf;
@@ -89,7 +89,7 @@ struct MeasureBatch {
 };
 static_assert(sizeof(MeasureBatch) == 4016, "a wire format");
 
-/// UpdateSettings of coarse/update.hpp (see there for the formulas), byte for byte.
+/// UpdateSettings of coarse/reduce/update.hpp (see there for the formulas), byte for byte.
 struct alignas(16) RuleSettings {
   std::uint32_t rule;
   float gradientScale;

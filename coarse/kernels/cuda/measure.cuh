@@ -1,4 +1,4 @@
-// Means that are measured in the same pass (GradientMeasure of coarse/layout.hpp), as in
+// Means that are measured in the same pass (GradientMeasure of coarse/shared_memory/layout.hpp), as in
 // reduceAndMeasureShard(): the same sums of squares, bit for bit, because additions have the host's order.
 // That costs no time: each tile's sum is 16 chains of additions that overlap with the memory traffic of other
 // blocks.

@@ -10,8 +10,8 @@
 #include <string>
 #include <vector>
 
-/// What carries frames between nodes (docs/design/nodes.md). tests/native/transport_suite.hpp is what every
-/// implementation must pass.
+/// Carries frames between nodes (docs/design/nodes.md). Every implementation must pass
+/// tests/native/transport_test.cpp.
 namespace coarse {
 
 inline constexpr std::size_t kMostHeaderBytes = 160;
