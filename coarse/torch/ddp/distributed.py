@@ -302,6 +302,11 @@ class DistributedDataParallel(UnsupportedFeatures):
         )
 
     @property
+    def tables(self) -> set[torch.nn.Parameter]:
+        """The former name of sparse_parameters."""
+        return self.sparse_parameters
+
+    @property
     def trained_parameters(self) -> Sequence[tuple[str, torch.nn.Parameter]]:
         """Parameters whose gradients are averaged, with their names in the module."""
         return self._trainable

@@ -245,6 +245,11 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         """Parameters and state in the memory devices; None if the optimizer runs on the workers."""
         return None if self._part is None else self._part.remote
 
+    @property
+    def offloaded(self) -> RemoteParameters | None:
+        """The former name of remote_parameters."""
+        return self.remote_parameters
+
     def keep_snapshots(self) -> None:
         """Makes snapshots copy their contents; called before any write to parameters or state except an update."""
         if self.remote_parameters is not None:
