@@ -256,7 +256,7 @@ def only_rows_travel(context: Context) -> Any:
         == torch.frombuffer(rows.mean(index).values, dtype=torch.float32).data_ptr()
     )
     with torch.device("meta"):  # as torch.set_default_device() has it
-        assert torch.equal(model._gradients.rest._tables.mean(index)._values(), gradient._values())
+        assert torch.equal(model._gradients.rest._sparse.mean(index)._values(), gradient._values())
 
 
 @table_scenario(compare=False)
