@@ -128,6 +128,20 @@ def test_a_fenced_instruction_waits_for_the_writes_before_it():
     assert time_of([write, read]) < time_of([write, fenced]) - 100
 
 
+def test_xtreme_waits_for_its_step_before_only_where_cus_share_data():
+    def fences(kernels):
+        return sum(each.is_fenced for kernel in kernels for wavefront in kernel for each in wavefront)
+
+    assert fences(xtreme1(384, 1)) == 0
+    assert fences(xtreme2(384, 1)) == fences(xtreme3(384, 1)) > 0
+
+
+def test_a_read_waits_for_its_cus_write_to_the_same_line_without_a_fence():
+    write, read = Instruction((0,), is_write=True), Instruction((0,))
+    needs_it = Instruction((2,), is_write=True, waits=True)
+    assert time_of([write, read, needs_it]) > time_of([write, needs_it]) + 100
+
+
 def test_xtremes_vectors_fit_into_the_caches_that_the_document_names():
     """768 KB into the L1 caches of a GPU, 1,536 KB into its L2 banks, 24,576 KB into neither (section 4.4.2)."""
     l1, l2 = (

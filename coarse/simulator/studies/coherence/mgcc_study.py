@@ -99,8 +99,8 @@ _SATURATION_REASON = (
     "sequential one would end faster than its relaxed one (0.79 x 3.90, 0.97 x 1.96), by a bound it does not name"
 )
 _XTREME_REASON = (
-    "here the links to memory limit the run: an expired lease costs its bytes, and a miss of L1 that L2 serves costs "
-    "nothing; the document does not say what limits its run"
+    "here the links to memory limit the run, so that order costs C-SC nothing, and a miss of L1 that L2 serves costs "
+    "the uncoherent run nothing; the document does not say what limits its run"
 )
 
 

@@ -1,7 +1,9 @@
 """The Xtreme benchmarks (section 4.3.3): C = A + B again and again, on slices that CUs share or do not share.
 
-A lane adds one element, so a wavefront has four lines of each vector. A step begins when the wavefront's step before
-has ended in memory: relaxed consistency needs that synchronisation for a correct result (section 4.4.2).
+A lane adds one element, so a wavefront has four lines of each vector. In Xtreme2 and Xtreme3 a step begins when the
+wavefront's step before has ended in memory: relaxed consistency needs that synchronisation for a correct result where
+CUs share data (section 4.4.2). Xtreme1 shares nothing. Its accesses to one line keep their order, all others are free
+(section 3.2.1).
 """
 
 from __future__ import annotations
@@ -64,15 +66,17 @@ class Vectors:
             for gpu in range(SHAPE.num_gpus)
         ]
 
-    def sums(self, target: int, source: int, place: Place, times: int) -> Wavefront:
-        """target = source + B on a wavefront's lines, several times."""
-        return tuple(instruction for _ in range(times) for instruction in self._sum(target, source, place))
+    def sums(self, target: int, source: int, place: Place, times: int, *, is_shared: bool) -> Wavefront:
+        """target = source + B on a wavefront's lines, several times; `is_shared` if other CUs access them."""
+        return tuple(
+            instruction for _ in range(times) for instruction in self._sum(target, source, place, is_shared)
+        )
 
     def read_all(self, place: Place) -> Wavefront:
         return tuple(Instruction(self._lines(base, place)) for base in (self.a, self.b, self.c))
 
-    def _sum(self, target: int, source: int, place: Place) -> Iterator[Instruction]:
-        yield Instruction(self._lines(source, place), cycles=2, is_fenced=True)
+    def _sum(self, target: int, source: int, place: Place, is_shared: bool) -> Iterator[Instruction]:
+        yield Instruction(self._lines(source, place), cycles=2, is_fenced=is_shared)
         yield Instruction(self._lines(self.b, place), cycles=2)
         yield Instruction(self._lines(target, place), is_write=True, cycles=2, waits=True)
 
@@ -87,8 +91,8 @@ def xtreme1(kbytes: int, repeats: int = 10) -> list[Kernel]:
     kernel = [
         (
             *vectors.read_all(place),
-            *vectors.sums(vectors.c, vectors.a, place, 1 + repeats),
-            *vectors.sums(vectors.a, vectors.c, place, 1 + repeats),
+            *vectors.sums(vectors.c, vectors.a, place, 1 + repeats, is_shared=False),
+            *vectors.sums(vectors.a, vectors.c, place, 1 + repeats, is_shared=False),
         )
         for place in vectors.places()
     ]
@@ -108,16 +112,23 @@ def xtreme3(kbytes: int, repeats: int = 10) -> list[Kernel]:
 def _shared(kbytes: int, repeats: int, distance: int) -> list[Kernel]:
     vectors = Vectors(kbytes)
     places = vectors.places()
-    own = [(*vectors.read_all(place), *vectors.sums(vectors.c, vectors.a, place, 1)) for place in places]
+    own = [
+        (*vectors.read_all(place), *vectors.sums(vectors.c, vectors.a, place, 1, is_shared=True))
+        for place in places
+    ]
     others = [
         vectors.sums(
-            vectors.a, vectors.c, replace(place, cu=(place.cu + distance) % SHAPE.num_cus), 1 + repeats
+            vectors.a,
+            vectors.c,
+            replace(place, cu=(place.cu + distance) % SHAPE.num_cus),
+            1 + repeats,
+            is_shared=True,
         )
         if place.cu % 2 == 0
         else ()
         for place in places
     ]
-    again = [vectors.sums(vectors.c, vectors.a, place, 1) for place in places]
+    again = [vectors.sums(vectors.c, vectors.a, place, 1, is_shared=True) for place in places]
     return [own, others, again]
 
 
