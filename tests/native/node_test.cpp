@@ -865,7 +865,11 @@ TEST_F(Frames, ThatCannotBeEndTheConnection) {
     once.send(header, 400);
     once.expectLost(reason);
   };
-  refused([](FrameHeader& header) { header.kind = static_cast<FrameKind>(9); }, "kind 9");
+  refused([](FrameHeader& header) { header.kind = static_cast<FrameKind>(99); }, "kind 99");
+  for (const FrameKind kind : {FrameKind::kReport, FrameKind::kFetch, FrameKind::kHanded})
+    refused([kind](FrameHeader& header) { header.kind = kind; }, "without which nobody goes on");
+  refused([](FrameHeader& header) { header.kind = FrameKind::kAgreement, header.payloadBytes = 1 << 20; },
+          "1048576 bytes");
   refused([](FrameHeader& header) { header.group = 2; }, "has not registered");
   refused([](FrameHeader& header) { header.shard = 3; }, "which has 3 shards");
   refused([](FrameHeader& header) { header.shard = 1; }, "belongs to another node");
