@@ -21,14 +21,15 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
-
-from preloaded_devices import DeviceTemplate
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from coarse.env import WorkerIdentity
 from coarse.session import Session
 from coarse.settings import Settings
 from coarse.store import DirectoryStore
+
+if TYPE_CHECKING:  # scripts of jobs import this module, and have no other folder of tests on their path
+    from preloaded_devices import DeviceTemplate
 
 LIMIT_S = 90.0
 """Time limit for everything that is not itself under test."""
