@@ -1,8 +1,4 @@
-"""Jobs of scripts in this folder, run by a launcher to their end.
-
-Under `coarse run` their workers are forks of one process that has imported PyTorch, which takes each of them seconds
-(PRELOADED). tests/examples, tests/trainers and others start workers that import it themselves.
-"""
+"""Jobs of scripts in this folder, run by a launcher to their end."""
 
 from __future__ import annotations
 
@@ -19,7 +15,6 @@ WORKERS = 2
 COARSE_RUN = ("coarse", "run", "-n", str(WORKERS))
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(WORKERS))
 LIMIT_S = 300
-PRELOADED = {"COARSE_PRELOAD": "torch,torch._dynamo"}  # which torchrun does not read
 
 
 def launch(
@@ -46,7 +41,6 @@ def launch(
                     "OMP_NUM_THREADS": "1",
                     "TMPDIR": temporary,
                     "COARSE_PROFILE": "off",
-                    **PRELOADED,
                     **variables,
                 },
             )

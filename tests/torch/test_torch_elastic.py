@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from launching import PRELOADED, launch
+from launching import launch
 
 SCRIPT = Path(__file__).parent / "elastic_script.py"
 COARSE_RUN = ("coarse", "run", "-n", "3", "--min-workers", "2", "--memory-devices", "2")
@@ -75,7 +74,6 @@ def test_with_too_few_workers_the_job_ends(tmp_path: Path) -> None:
             *(sys.executable, "-m", *COARSE_RUN, "--failpoints", failpoints),
             *(str(SCRIPT), str(tmp_path), "optimizer"),
         ],
-        env={**os.environ, **PRELOADED},
         capture_output=True,
         text=True,
         timeout=300,

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import PRELOADED
 
 from coarse.torch.gradients.paths.gpu_gradients import find_gpu
 
@@ -32,7 +31,7 @@ def run_script(*arguments: str, script: Path = SCRIPT, **variables: str) -> str:
         stderr=subprocess.STDOUT,
         text=True,
         timeout=LIMIT_S,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **PRELOADED, **variables},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables},
     )
     return done.stdout
 

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import LIMIT_S, PRELOADED, launch
+from launching import LIMIT_S, launch
 
 SCRIPT = Path(__file__).parent / "leaving_script.py"
 COARSE_RUN = ("coarse", "run", "-n", "3", "--min-workers", "2", "--memory-devices", "2")
@@ -58,7 +58,7 @@ def test_a_signal_to_the_launcher_ends_all_at_once(tmp_path: Path) -> None:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "COARSE_PROFILE": "off", **PRELOADED},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "COARSE_PROFILE": "off"},
         text=True,
     ) as job:
         assert job.stdout is not None

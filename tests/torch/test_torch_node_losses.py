@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from launching import LIMIT_S, PRELOADED
+from launching import LIMIT_S
 
 import coarse
 
@@ -47,7 +47,6 @@ def run_nodes(
                     "OMP_NUM_THREADS": "1",
                     "TMPDIR": temporary,
                     "COARSE_PROFILE": "off",
-                    **PRELOADED,
                     "COARSE_NODE": f"node {node}",
                 },
             )

@@ -135,7 +135,6 @@ def test_a_job_ends_with_the_bits_of_one_that_is_left_alone(
         "--max-restarts",
         str(len(disturbed.strikes)),
         meanwhile=strike,
-        COARSE_PRELOAD="",  # strikes are for workers, not for what they are forks of
         **disturbed.variables,
     )
     expected = undisturbed(disturbed.arguments)

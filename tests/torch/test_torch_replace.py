@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import PRELOADED, launch
+from launching import launch
 
 SCRIPT = Path(__file__).parent / "replace_script.py"
 COARSE_RUN = (
@@ -146,11 +145,7 @@ def test_another_worker_provides_the_state_if_the_first_is_lost_meanwhile(tmp_pa
 def refusal(folder: Path, *options: str, mode: str = "unnamed") -> str:
     command = [sys.executable, "-m", "coarse", "run", "-n", "3", "--min-workers", "2", *options]
     done = subprocess.run(
-        [*command, str(SCRIPT), str(folder), mode, "1", "1"],
-        env={**os.environ, **PRELOADED},
-        capture_output=True,
-        text=True,
-        timeout=300,
+        [*command, str(SCRIPT), str(folder), mode, "1", "1"], capture_output=True, text=True, timeout=300
     )
     assert done.returncode != 0
     return done.stderr
