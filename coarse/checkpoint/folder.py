@@ -302,11 +302,14 @@ class NewFile:
         self._staging = memoryview(mmap.mmap(-1, _STAGING_BYTES)) if self._is_past_cache else None
         self._num_staged = 0
         self._reserved: memoryview | None = None
+        self._unstaged = bytearray()  # reserved, where nothing is staged
 
     def reserve(self, num_bytes: int) -> memoryview:
         """Memory for the next `num_bytes`, which write() appends without a copy. Nothing else is appended before."""
         if self._staging is None:
-            return memoryview(bytearray(num_bytes))
+            if len(self._unstaged) < num_bytes:
+                self._unstaged = bytearray(num_bytes)
+            return memoryview(self._unstaged)[:num_bytes]
         if self._num_staged + num_bytes > len(self._staging):
             self._write_staged()
         end = self._num_staged + num_bytes

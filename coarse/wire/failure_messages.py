@@ -11,6 +11,7 @@ from coarse.errors import CoarseError
 from coarse.wire.device_job import DeviceJob
 from coarse.wire.messages import Message, int_field
 
+_NOT_AS_EXPECTED = (ValueError, TypeError, KeyError, OverflowError, RecursionError)  # of JSON from elsewhere
 _MOST_CHARACTERS_BETWEEN_NODES = 4000  # frames between nodes are limited
 
 LEFT = "left"
@@ -98,7 +99,7 @@ class Failure:
         try:
             told = json.loads(text)
             return cls(error=str(told["error"]), text=str(told["text"]), is_final=True)
-        except (ValueError, TypeError, KeyError):
+        except _NOT_AS_EXPECTED:
             return cls(error="WorkerLostError", text=f"another node ended the session: {text}", is_final=True)
 
 
@@ -275,7 +276,7 @@ class WorkerLoss:
             return cls(
                 rank=rank, pid=pid, fate=str(told["fate"]), last_step=last_step, lost_at=str(told["lost_at"])
             )
-        except (ValueError, TypeError, KeyError):
+        except _NOT_AS_EXPECTED:
             return cls(rank=rank, pid=0, fate=f"was lost: {text}", last_step=0, lost_at="an unknown time")
 
 

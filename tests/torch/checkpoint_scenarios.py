@@ -334,11 +334,12 @@ def buffers_that_each_worker_has_of_its_own_come_back_to_it(context: Context) ->
 
 
 class Odd(nn.Module):
-    """A kernel that is not row-major, a frozen parameter, an unused one, and tied ones."""
+    """Kernels that are not row-major, one of several shards, a frozen parameter, an unused one, and tied ones."""
 
     def __init__(self) -> None:
         super().__init__()
         self.convolution = nn.Conv2d(3, 4, (3, 2)).to(memory_format=torch.channels_last)
+        self.large = nn.Conv2d(4, 1 << 14, 2).to(memory_format=torch.channels_last)
         self.frozen = nn.Linear(5, 5).requires_grad_(False)
         self.unused = nn.Linear(4, 2)
         self.tied = nn.Linear(4, 4)
@@ -348,7 +349,7 @@ class Odd(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         self.seen += 1
-        features = self.convolution(inputs).mean(dim=(2, 3))
+        features = self.large(self.convolution(inputs)).mean(dim=(2, 3)).reshape(-1, 4)
         return self.tied_too(self.tied(features))
 
 
@@ -386,7 +387,7 @@ def snapshots_hold_what_a_copy_would_hold(context: Context) -> None:
     assert equal(plain.state_dict(), expected)
     found = bare_optimizer.state_dict()["state"]
     assert equal({str(k): v for k, v in found.items()}, {str(k): v for k, v in states["state"].items()})
-    assert len(found) == 5  # of the seven that are trained, one pair is tied and two are never used
+    assert len(found) == 7  # of the nine that are trained, one pair is tied and two are never used
 
 
 @checkpoint_scenario

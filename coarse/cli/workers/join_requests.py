@@ -112,7 +112,7 @@ class JoinRequests:
     def _read(self, connection: socket.socket) -> None:
         self._forget(connection)
         num_workers = 0
-        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
             num_workers = int(json.loads(connection.recv(_MOST_BYTES))["join"])
         if num_workers < 1:
             connection.close()

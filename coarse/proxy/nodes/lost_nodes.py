@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from coarse.errors import ProtocolError
 from coarse.kernels import _native
 from coarse.proxy.outbox import SendToPeers
 from coarse.wire.device_job import HOME_DEVICE, DeviceJob
@@ -29,6 +30,9 @@ NOTICED, LOSE, SUSPENDED, RESUME = "node_lost", "lose_node", "node_suspended", "
 MESSAGES = frozenset({NOTICED, LOSE, SUSPENDED, RESUME})
 
 _REPORTED, _SETTLED, _ENDS = "reported", "settled", "ends"  # between the home devices of nodes; _ENDS to all
+
+
+_MOST_QUOTED = 200
 
 
 @dataclass(slots=True, kw_only=True)
@@ -135,18 +139,22 @@ class LostNodes:
         """Takes a message of another node's control thread."""
         if self.has_noticed(sender) or not self._can_go_on():
             return
-        told = json.loads(text)
-        if told["type"] == _ENDS:
-            return self.notice(sender, str(told["reason"]), is_certain=True)
-        node = int(told["node"])
+        try:
+            told = _read(text, self._job)
+        except ProtocolError as error:
+            return self._abort(node_lost(self._job, sender, f"it sent {text[:_MOST_QUOTED]!r}: {error}"))
+        kind, reason = told["type"], str(told.get("reason"))
+        if kind == _ENDS:
+            return self.notice(sender, reason, is_certain=True)
+        node = told["node"]
         if node == self._job.node:
             return  # the others go on without this one; an abort says so
-        if told["type"] == _REPORTED:
-            self._begin(node, str(told["reason"]), is_certain=told["is_certain"] is True)
+        if kind == _REPORTED:
+            self._begin(node, reason, is_certain=told.get("is_certain") is True)
         takeover = self._takeover
         if takeover is None or takeover.node != node:
             return
-        (takeover.reported if told["type"] == _REPORTED else takeover.settled).add(sender)
+        (takeover.reported if kind == _REPORTED else takeover.settled).add(sender)
         self._advance()
 
     def note_settled(self) -> None:
@@ -231,3 +239,18 @@ class LostNodes:
         self._lost.append(node)
         self._takeover = None
         self._proxy().resume_without(node)
+
+
+def _read(text: str, job: DeviceJob) -> Message:
+    """A message between the home devices of nodes, whose type and node are checked."""
+    try:
+        told = json.loads(text)
+    except (ValueError, RecursionError):
+        raise ProtocolError("it is no JSON") from None
+    if not isinstance(told, dict) or told.get("type") not in (_ENDS, _REPORTED, _SETTLED):
+        raise ProtocolError("it is no message of a loss")
+    if not job.may_lose_nodes:
+        raise ProtocolError("this job cannot go on without a node")
+    if told["type"] != _ENDS:
+        int_field(told, "node", high=job.num_nodes - 1)
+    return told

@@ -172,16 +172,15 @@ class SnapshotService:
     ) -> tuple[Message, Segment | None]:
         copy = self._memory.allocate_host(f"snapshot of {group.name}", group.num_bytes(tensor, array))
         try:
-            with mmap.mmap(copy.fd, copy.num_bytes) as target:
-                pieces = group.read(
-                    snapshot,
-                    tensor,
-                    array,
-                    lets_go=False,
-                    reserve=lambda num_bytes: memoryview(bytearray(num_bytes)),
-                )
-                for piece in pieces:
-                    target.write(piece)
+            left = memoryview(mmap.mmap(copy.fd, copy.num_bytes))
+
+            def reserve(num_bytes: int) -> memoryview[Any]:
+                nonlocal left
+                piece, left = left[:num_bytes], left[num_bytes:]
+                return piece
+
+            for _ in group.read(snapshot, tensor, array, lets_go=False, reserve=reserve):
+                pass
         except BaseException:
             copy.close()
             raise

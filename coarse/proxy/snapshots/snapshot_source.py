@@ -56,7 +56,7 @@ class SnapshotSource:
             self._number,
             *place,
             lets_go=self._reads_left[place] == 0,
-            reserve=reserve if kept.is_row_major else any_memory,
+            reserve=reserve if kept.is_row_major else any_memory,  # all pieces are needed at once
         )
         if kept.is_row_major:
             yield from pieces
