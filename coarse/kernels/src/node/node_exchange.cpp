@@ -285,9 +285,6 @@ void NodeExchange::sendPartial(const GroupPointer& group, const RingEntry& entry
   const FrameHeader header = contributionHeader(tensors, segment, entry);
   arrays.finish = [this, group, entry, header, partial] {
     compressInPlace(group->segment, header, partial);
-    // release: the receiver of the result, at any device, sees that it is the result, and all earlier reads
-    // are done.
-    group->segment.round(entry.shard).store(entry.step, std::memory_order_release);
     sendContribution(group, entry);
   };
   run(group, entry, std::move(arrays));
@@ -303,13 +300,18 @@ std::byte* NodeExchange::partialOf(const Group& group, std::uint32_t shard) cons
   return partial;
 }
 
-/// Sends this node's contribution, which lies in its place, to the owner.
+/// Sends this node's contribution, which lies in its place, to the owner. From now on the result may come.
 void NodeExchange::sendContribution(const GroupPointer& group, const RingEntry& entry) {
   FrameHeader header = contributionHeader(*group->tensors, group->segment, entry);
   header.dueAt = timeOfEvent(entry);
   const std::size_t owner = ownerOf(entry.shard);
-  for (const std::uint32_t rank : newlyAbsent(*group, entry.shard)) sendAbsence(owner, group, entry, rank);
-  send(owner, group, header, partialOf(*group, entry.shard));
+  const std::vector<std::uint32_t> absent = newlyAbsent(*group, entry.shard);
+  std::byte* const partial = partialOf(*group, entry.shard);
+  // release: the receiver of the result, at any device, sees that it is the result, and all earlier reads are
+  // done.
+  group->segment.round(entry.shard).store(entry.step, std::memory_order_release);
+  for (const std::uint32_t rank : absent) sendAbsence(owner, group, entry, rank);
+  send(owner, group, header, partial);
 }
 
 /// Workers of this node for which a memory device stands in at this shard, if it is shard 0 and the other
