@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -123,10 +124,11 @@ def checkpoint_table(results: Sequence[SaveResult]) -> TextTable:
     rows = [
         (
             result.system,
-            _number(result.added_s, 2),
+            _with_error(result.added_s, result.added_error_s),
+            _number(result.setup_s, 2),
             _milliseconds(result.step.p50_us),
-            _milliseconds(1e6 * result.longest_s),
             _number(result.longest_steps, 2),
+            _number(result.longest_steps_without, 2),
             _milliseconds(result.stop.p50_us),
             _number(result.to_disk.p50_us / 1e6, 2),
             _mebibytes(result.extra_bytes),
@@ -138,7 +140,8 @@ def checkpoint_table(results: Sequence[SaveResult]) -> TextTable:
     return TextTable(
         title=describe_train(plan),
         columns=(
-            *("system", "added s a save", "step p50 ms", "longest ms", "of p50", "save() ms", "to disk s"),
+            *("system", "added s a save", "setup s", "step p50 ms", "longest, of p50", "without a save"),
+            *("save() ms", "to disk s"),
             *("extra MiB", "saved MiB", "saves"),
         ),
         rows=tuple(rows),
@@ -264,6 +267,10 @@ def _train_row(comparison: Comparison, result: TrainResult) -> tuple[str, ...]:
         _DASH if speedup is None else f"{speedup:.2f}x",
         _mebibytes(result.first_step.peak_bytes),
     )
+
+
+def _with_error(value: float, error: float) -> str:
+    return _number(value, 2) if math.isnan(error) else f"{value:.2f} ± {error:.2f}"
 
 
 def _number(value: float | None, digits: int) -> str:

@@ -193,7 +193,7 @@ def _add_checkpoint_parser(benches: Any) -> None:
     parser.add_argument("--seq", type=int, default=32, help="tokens per sample; default: %(default)s")
     parser.add_argument("--threads", type=int, default=1, help="threads per worker; default: %(default)s")
     parser.add_argument("--optimizer", default="adamw", choices=("adamw", "sgd"))
-    parser.add_argument("--saves", type=int, default=2, metavar="N", help="per round; default: %(default)s")
+    parser.add_argument("--saves", type=int, default=4, metavar="N", help="per round; default: %(default)s")
     parser.add_argument(
         "--every",
         type=int,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -46,7 +47,7 @@ def test_what_was_not_saved_rightly_is_an_error(monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.parametrize(
-    "changed", [{"saves": 0}, {"every": 0}, {"num_workers": 1}, {"model": "none"}, {"systems": ()}]
+    "changed", [{"saves": 0}, {"every": 1}, {"num_workers": 1}, {"model": "none"}, {"systems": ()}]
 )
 def test_plans_check_themselves(changed: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"start at 1|none of|at least one"):
@@ -57,7 +58,7 @@ def test_all_steps_of_the_loop_count_with_their_saves(tmp_path: Path) -> None:
     (result,) = run_checkpoint(replace(PLAN, folder=str(tmp_path)))
     assert (result.step.iterations, result.stop.iterations) == (9, 2)
     assert result.longest_s * 1e6 >= result.stop.p50_us, "a step lasts until its save lets training go on"
-    assert result.longest_steps >= 1
+    assert not math.isnan(result.added_error_s)
     assert result.saved_bytes > 3 * 4 * 151_306
 
 
@@ -78,7 +79,7 @@ def test_command_prints_a_table_and_appends_records(tmp_path: Path) -> None:
         "--saves",
         "2",
         "--every",
-        "3",
+        "400",
     ]
     command += ["--json", os.fspath(path), "--folder", os.fspath(folder)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300)

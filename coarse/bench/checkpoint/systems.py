@@ -64,17 +64,19 @@ class CheckpointCommands(TrainCommands):
 
         Returns:
             Seconds: `step` of each step with a save that follows it, `stop` for which each save paused the training
-            thread, and `to_disk` of the last save.
+            thread, and `to_disk` of the last save. `steps_to_disk` is the number of steps until each save was
+            complete, the step that it followed included.
         """
         if self._job.rank == 0:
             os.sync()  # flushes writes of other systems
         self._barrier()
         for _ in range(_FIRST_STEPS):
             self._timed_step()
-        seconds: dict[str, list[float]] = {"step": [], "stop": [], "to_disk": []}
+        seconds: dict[str, list[float]] = {"step": [], "stop": [], "to_disk": [], "steps_to_disk": []}
         folder = Path(self._job.options["folder"])
         # Created within the loop, because its setup may continue in the background.
         self._saves = self._make_saves(folder, self._model, self._optimizer, self._job.rank)
+        is_saving = False
         for step in range(1, every * (saves + 1) + 1):
             began_s = time.perf_counter()
             self._timed_step()
@@ -82,6 +84,10 @@ class CheckpointCommands(TrainCommands):
                 stopped_s = time.perf_counter()
                 self._saves.begin()
                 seconds["stop"].append(time.perf_counter() - stopped_s)
+                seconds["steps_to_disk"].append(1)
+                is_saving = True
+            elif is_saving := is_saving and not self._saves.is_done():
+                seconds["steps_to_disk"][-1] += 1
             seconds["step"].append(time.perf_counter() - began_s)
         self._wait_until_done()
         seconds["to_disk"].append(self._saves.to_disk_s())
