@@ -163,14 +163,13 @@ _SESSION = {"memory_devices": "1", "sync_cores": 1, "profile": "off"}
 
 def measured_rows(workers: Sequence[int], is_quick: bool) -> Iterator[Row]:
     rounds = 1 if is_quick else _ROUNDS
-    least_s = _median(_sync_seconds(2, _LEAST_BYTES, rounds * 100))
-    latency_us = least_s / 2 * 1e6
-    with _machine_file(
-        _host_memory_file(2, _LEAST_BYTES, _kernel_seconds(2, _LEAST_BYTES), latency_us)
-    ) as machine:
-        simulated_s = _simulated_step_s(machine, 2, _one_tensor(_LEAST_BYTES))
-        yield _measured("4 KiB, 2 workers", FITTED, least_s, simulated_s)
     for num_workers in workers:
+        least_s = _median(_sync_seconds(num_workers, _LEAST_BYTES, rounds * 100, spin_us=0))
+        latency_us = least_s / 2 * 1e6
+        kernel = _kernel_seconds(num_workers, _LEAST_BYTES)
+        with _machine_file(_host_memory_file(num_workers, _LEAST_BYTES, kernel, latency_us)) as machine:
+            simulated_s = _simulated_step_s(machine, num_workers, _one_tensor(_LEAST_BYTES))
+            yield _measured(f"4 KiB, waits that sleep, {num_workers} workers", FITTED, least_s, simulated_s)
         for nbytes in (16 * MIB,) if is_quick else (16 * MIB, 64 * MIB):
             trace = _one_tensor(nbytes)
             run = partial(_sync_seconds, num_workers, nbytes)
@@ -213,9 +212,16 @@ def _kernel_seconds(num_workers: int, nbytes: int) -> list[float]:
     return list(measure_reduction_limit(num_workers, nbytes, _ITERATIONS, 1))
 
 
-def _sync_seconds(num_workers: int, nbytes: int, iterations: int) -> Sequence[float]:
-    """Seconds of `coarse bench sync`'s all-reduce on its slowest worker."""
-    with WorkerPool("coarse", sync_commands, num_workers, dict(_SESSION)) as pool:
+def _sync_seconds(num_workers: int, nbytes: int, iterations: int, spin_us: int = -1) -> Sequence[float]:
+    """Seconds of `coarse bench sync`'s all-reduce on its slowest worker.
+
+    Args:
+        num_workers: Number of workers.
+        nbytes: Size of each worker's array.
+        iterations: Number of all-reduces.
+        spin_us: The session's; with 0 every wait sleeps, as those for large arrays do with any value.
+    """
+    with WorkerPool("coarse", sync_commands, num_workers, {**_SESSION, "spin_us": spin_us}) as pool:
         return _all_reduces(pool, nbytes, iterations)
 
 
@@ -246,7 +252,7 @@ def _host_memory_file(num_workers: int, nbytes: int, kernel_s: Sequence[float], 
     arrays = f"{num_workers} arrays of {nbytes} bytes"
     gbytes_per_s = 2 * num_workers * nbytes / _median(kernel_s) / 1e9
     rate = _figure(gbytes_per_s, f"the reduction kernel in one thread, {arrays}")
-    latency = _figure(latency_us, "half of an all-reduce of 4 KiB, 2 workers")
+    latency = _figure(latency_us, f"half of an all-reduce of 4 KiB whose waits sleep, {num_workers} workers")
     return f"""description = "host memory of the machine on which it was measured"
 
 [topology]
