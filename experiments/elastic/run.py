@@ -229,13 +229,26 @@ def _draw_run(axes: Axes, run: Run, colour: str) -> None:
 
 def parse_plan(arguments: Sequence[str]) -> tuple[Plan, list[str]]:
     """The plan that the command line asks for, and the rest of its arguments."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--seconds", type=float, default=FULL.seconds)
-    parser.add_argument("--calm", type=float, default=FULL.calm_s, dest="calm_s")
-    parser.add_argument("--kill-every", type=float, default=FULL.kill_every_s, dest="kill_every_s")
-    parser.add_argument("--workers", type=int, default=FULL.workers)
-    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=FULL.systems)
-    parser.add_argument("--preload", default=FULL.preload)
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.elastic.run",
+        description="Trains digits while workers are killed and replaced, under each system in turn.",
+        epilog="Any other option is one of every experiment: --quick, --results FOLDER.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--seconds", type=float, default=FULL.seconds, help="with kills")
+    add(
+        "--calm",
+        type=float,
+        default=FULL.calm_s,
+        dest="calm_s",
+        help="seconds without, for the rates of workers",
+    )
+    add("--kill-every", type=float, default=FULL.kill_every_s, dest="kill_every_s", help="seconds, about")
+    add("--workers", type=int, default=FULL.workers, help="in the job")
+    add("--systems", nargs="+", choices=SYSTEMS, default=FULL.systems, help="in this order")
+    add("--preload", default=FULL.preload, help="modules that COARSE's workers need not import")
     chosen, rest = parser.parse_known_args(arguments)
     plan = replace(FULL, **{**vars(chosen), "systems": tuple(chosen.systems)})
     if plan != FULL and "--results" not in rest:
