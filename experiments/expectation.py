@@ -115,7 +115,8 @@ class Measured:
         return cls(value=median(values), low=min(values), high=max(values))
 
     def __str__(self) -> str:
-        value, low, high = (f"{number:.3g}" for number in (self.value, self.low, self.high))
+        # Rounded, and without a sign of 0, because differences of equal numbers are seldom 0.
+        value, low, high = (f"{round(number, 9) + 0.0:.3g}" for number in (self.value, self.low, self.high))
         return value if low == high else f"{value} ({low} to {high})"
 
 

@@ -150,3 +150,15 @@ def test_checks_come_back_from_json_and_are_judged_anew():
         written = json.loads(json.dumps(check_as_json(check)))
         assert written["verdict"] != WITHIN
         assert check_from_json({**written, "verdict": WITHIN}) == check
+
+
+@pytest.mark.parametrize(
+    ("measured", "text"),
+    [
+        (Measured(value=1.1e-14, low=0, high=2), "0 (0 to 2)"),
+        (Measured.exactly(-1e-15), "0"),
+        (Measured(value=1234.5, low=0.00123, high=2000), "1.23e+03 (0.00123 to 2e+03)"),
+    ],
+)
+def test_measured_values_are_printed_with_three_digits_and_rounding_errors_as_zero(measured, text):
+    assert str(measured) == text
