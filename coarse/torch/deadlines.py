@@ -2,37 +2,13 @@
 
 from __future__ import annotations
 
-import atexit
 import threading
-import time
-import weakref
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from coarse.errors import RendezvousError
 
 _T = TypeVar("_T")
-
-_EXIT_LIMIT_S = 5.0
-
-_abandoned: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-
-
-def abandon(thread: threading.Thread) -> None:
-    """Has the exit of this process wait a moment for a daemon thread that nobody waits for any more.
-
-    A thread that returns from C++ while Python shuts down ends the whole process by SIGABRT (before Python 3.14),
-    whatever its exit code was. Most abandoned calls have a limit of their own, and end soon after they were
-    abandoned; those that never return do no harm.
-    """
-    _abandoned.add(thread)
-
-
-@atexit.register
-def _wait_for_abandoned() -> None:
-    deadline_s = time.monotonic() + _EXIT_LIMIT_S
-    for thread in list(_abandoned):
-        thread.join(max(0.0, deadline_s - time.monotonic()))
 
 
 class Call(Generic[_T]):
@@ -59,7 +35,6 @@ class Call(Generic[_T]):
         if self._errors:
             raise self._errors[0]
         if not self._results:
-            abandon(self._thread)
             raise TimeoutError(f"no answer within {timeout_s:.1f} s")
         return self._results[0]
 
