@@ -125,7 +125,7 @@ def checkpoint_table(results: Sequence[SaveResult]) -> TextTable:
         (
             result.system,
             _with_error(result.added_s, result.added_error_s),
-            _number(result.setup_s, 2),
+            f"{result.setup_s:.2f}",
             _milliseconds(result.step.p50_us),
             _number(result.longest_steps, 2),
             _number(result.longest_steps_without, 2),
@@ -270,7 +270,8 @@ def _train_row(comparison: Comparison, result: TrainResult) -> tuple[str, ...]:
 
 
 def _with_error(value: float, error: float) -> str:
-    return _number(value, 2) if math.isnan(error) else f"{value:.2f} ± {error:.2f}"
+    """Of a difference, which may be negative."""
+    return f"{value:.2f}" if math.isnan(error) else f"{value:.2f} ± {error:.2f}"
 
 
 def _number(value: float | None, digits: int) -> str:

@@ -135,11 +135,11 @@ void decompressInPlace(const NodeSegment& segment, const FrameHeader& header, st
   decompress(compression, payload, header.numElements, reinterpret_cast<float*>(payload));
 }
 
-void compressInPlace(const NodeSegment& segment, const FrameHeader& header, std::byte* partial) noexcept {
-  const Compression compression = segment.compression(header.shard);
-  if (compression == Compression::kNone || header.payloadBytes == 0) return;
-  compress(compression, reinterpret_cast<float*>(partial), header.numElements, partial,
-           segment.residual(header.shard));
+void compressInPlace(const NodeSegment& segment, std::uint32_t shard, std::size_t numElements,
+                     std::byte* partial) noexcept {
+  const Compression compression = segment.compression(shard);
+  if (compression == Compression::kNone || numElements == 0) return;
+  compress(compression, reinterpret_cast<float*>(partial), numElements, partial, segment.residual(shard));
 }
 
 }  // namespace
@@ -282,9 +282,9 @@ void NodeExchange::sendPartial(const GroupPointer& group, const RingEntry& entry
   }
   std::byte* const partial = partialOf(*group, entry.shard);
   if (stage == nullptr && arrays.inputs.size() > 1) arrays.outputs = {partial};
-  const FrameHeader header = contributionHeader(tensors, segment, entry);
-  arrays.finish = [this, group, entry, header, partial] {
-    compressInPlace(group->segment, header, partial);
+  const std::size_t numSent = arrays.inputs.empty() ? 0 : tensors.shape(entry.shard).numElements;
+  arrays.finish = [this, group, entry, numSent, partial] {
+    compressInPlace(group->segment, entry.shard, numSent, partial);
     sendContribution(group, entry);
   };
   run(group, entry, std::move(arrays));
